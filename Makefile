@@ -1,0 +1,66 @@
+# Every target makes the virtual environment it needs and installs the pinned versions when they have changed.
+# On a machine whose own Python already has torch (a GPU node), `make test-gpu VENV=` uses that Python as it is.
+PYTHON ?= python3
+VENV ?= .venv
+
+ifeq ($(strip $(VENV)),)
+RUN := PYTHONPATH="$(CURDIR):$(CURDIR)/kernels" $(PYTHON)
+ENV :=
+else
+RUN := $(VENV)/bin/python
+ENV := $(VENV)/.installed
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help env test test-slow test-gpu demo bench lint format typecheck wheel-check clean
+
+help:
+	@echo "make test        the tests that need no accelerator"
+	@echo "make demo        train a small model three ways on four ranks, table and pictures in runs/demo"
+	@echo "make test-slow   the exhaustive products"
+	@echo "make test-gpu    the tests marked gpu and multigpu (VENV= PYTHON=python3 reuses an installed torch)"
+	@echo "make bench       ring against every tile on this machine"
+	@echo "make lint format typecheck wheel-check clean"
+
+env: $(ENV)
+
+# torch comes first and to the version, so that nothing later can choose another build of it. setuptools is pinned
+# beside it because the build is not isolated: an isolated one would fetch its own.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv "$(VENV)"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools torch==2.13.0
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+	touch $@
+
+test: $(ENV)
+	$(RUN) -m pytest
+
+test-slow: $(ENV)
+	$(RUN) -m pytest -m "slow and not gpu and not multigpu" --timeout 3600
+
+test-gpu: $(ENV)
+	$(RUN) -m pytest -m "gpu or multigpu"
+
+demo: $(ENV)
+	$(RUN) launch/demo.py
+
+bench: $(ENV)
+	$(RUN) benchmarks/distributed.py
+
+lint: $(ENV)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: $(ENV)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+typecheck: $(ENV)
+	$(RUN) -m mypy
+
+wheel-check: $(ENV)
+	$(RUN) .ci/check_wheel.py
+
+clean:
+	rm -rf .venv build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

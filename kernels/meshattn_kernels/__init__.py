@@ -1,0 +1,1 @@
+"""Attention kernels on local tensors. Knows no ranks and never imports meshattn."""

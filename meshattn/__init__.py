@@ -1,0 +1,44 @@
+"""Distributed attention on a 2-D mesh of ranks.
+
+Names are imported on first use, so that `import meshattn` and `import meshattn.plan` work where torch is not
+installed: a planner or a doctor runs on a login node without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from meshattn.attention import mesh_attention, ring_attention
+    from meshattn.mesh import AttentionMesh, init_attention_mesh
+    from meshattn.sequence import ShardedSequence
+
+__all__ = [
+    "AttentionMesh",
+    "ShardedSequence",
+    "__version__",
+    "init_attention_mesh",
+    "mesh_attention",
+    "ring_attention",
+]
+
+_HOME = {
+    "AttentionMesh": "meshattn.mesh",
+    "ShardedSequence": "meshattn.sequence",
+    "init_attention_mesh": "meshattn.mesh",
+    "mesh_attention": "meshattn.attention",
+    "ring_attention": "meshattn.attention",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
