@@ -1,7 +1,7 @@
 """Build the wheel and prove that it holds what it should: run by `make wheel-check`.
 
 The wheel must own the import names `meshattn` and `meshattn_kernels` and no other, and both must import outside
-the repository, in a fresh virtual environment, first without torch and then with it.
+the repository, in a fresh environment, first without torch and then with it.
 """
 
 import shutil
@@ -18,7 +18,7 @@ EXPECTED = {"meshattn", "meshattn_kernels"}
 LEFT_OUT = (".git", ".venv", "build", "dist", "runs", "*.egg-info", "__pycache__", ".*_cache")
 
 WITHOUT_TORCH = """
-import importlib.util, meshattn, meshattn_kernels
+import importlib.util, meshattn, meshattn.plan, meshattn_kernels
 assert importlib.util.find_spec("torch") is None, "this environment was to have no torch"
 foreign = [name for name in ("kernels", "launch", "tests", "benchmarks") if importlib.util.find_spec(name)]
 assert not foreign, f"importable outside the repository: {foreign}"
@@ -27,10 +27,10 @@ print("meshattn", meshattn.__version__, "from", meshattn.__file__)
 
 # Every public name is reached, so that a module missing from the wheel fails here.
 WITH_TORCH = """
-import meshattn, sys
+import meshattn, meshattn_kernels.contract
 for name in meshattn.__all__:
     getattr(meshattn, name)
-assert "site-packages/meshattn_kernels" in sys.modules["meshattn_kernels"].__file__
+assert "site-packages/meshattn_kernels" in meshattn_kernels.__file__, meshattn_kernels.__file__
 """
 
 
@@ -63,8 +63,8 @@ def check_imports(wheel: Path, home: Path) -> None:
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     subprocess.run([*pip, str(wheel)], check=True)
     subprocess.run([python, "-I", "-c", WITHOUT_TORCH], check=True, cwd="/")
-    # torch and einops come from the environment that runs this script. A path line adds that folder but does not
-    # run the path lines inside it, so an editable install there stays out of sight.
+    # torch and einops come from the environment that runs this script. A path line adds that folder but does
+    # not run the path lines inside it, so an editable install there stays out of sight.
     (site,) = home.glob("lib/python*/site-packages")
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     subprocess.run([python, "-I", "-c", WITH_TORCH], check=True, cwd="/")
