@@ -1,7 +1,7 @@
 """Build the wheel and prove that it holds what it should: run by `make wheel-check`.
 
-The wheel must own the import names `meshattn` and `meshattn_kernels` and no other, and both must import outside
-the repository, in a fresh environment, first without torch and then with it.
+The wheel must own the import names `meshattn` and `meshattn_kernels` and no other, and both must import
+outside the repository, in a fresh environment, first without torch and then with it.
 """
 
 import shutil
