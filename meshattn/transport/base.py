@@ -1,0 +1,105 @@
+"""What every transport offers: exchanges with two peers, started now and waited for later.
+
+A transport moves flat byte buffers between the ranks of one mesh. It knows nothing of attention: the engine tells it who
+gets the bytes, where the others come from, and how to name the exchange in an error or in a counter.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class TransportError(RuntimeError):
+    """A transfer failed or timed out; the message names the step, the transfer and the peer."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One exchange, as seen by one rank; ranks are counted inside the mesh, 0 to P - 1."""
+
+    phase: str  # "forward" or "backward"
+    axis: str  # "row" or "col"
+    flow: str  # "inward" (chunks) or "outward" (partial results)
+    label: str  # names the exchange for people: "forward step 3, kv #2"
+    to: int
+    source: int
+
+
+@dataclass(frozen=True)
+class TrafficRecord:
+    """Bytes and messages of one rank since the last reset, for one phase, axis and flow."""
+
+    phase: str
+    axis: str
+    flow: str
+    messages: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class Traffic:
+    """Counts what is really handed to the send and receive calls."""
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[str, str, str], TrafficRecord] = {}
+
+    def count(self, message: Message, send: Tensor, recv: Tensor) -> None:
+        key = (message.phase, message.axis, message.flow)
+        old = self._records.get(key, TrafficRecord(*key))
+        self._records[key] = replace(
+            old,
+            messages=old.messages + 1,
+            sent_bytes=old.sent_bytes + send.numel() * send.element_size(),
+            received_bytes=old.received_bytes + recv.numel() * recv.element_size(),
+        )
+
+    def records(self) -> tuple[TrafficRecord, ...]:
+        return tuple(self._records[key] for key in sorted(self._records))
+
+    def reset(self) -> None:
+        self._records.clear()
+
+
+class Handle(Protocol):
+    """A started exchange."""
+
+    def wait(self) -> None:
+        """Until this returns (or, on a GPU, until the current stream passes this point) neither buffer may be touched."""
+
+    def release(self) -> None:
+        """The received bytes are not needed any more and the own onward send of them is done: the slot may be refilled."""
+
+
+class Transport(ABC):
+    """Exchanges between the ranks of one mesh; all ranks start the same exchanges in the same order."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def buffers(self, axis: str, nbytes: int, slots: int, device: torch.device) -> list[Tensor]:
+        """`slots` flat uint8 buffers that exchanges of `axis` may receive into. Collective: same sizes on all ranks."""
+        return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+
+    def start(self, message: Message, send: Tensor, recv: Tensor) -> Handle:
+        """Send `send` to rank `message.to` and fill `recv` from rank `message.source`; both flat and contiguous."""
+        assert send.is_contiguous() and recv.is_contiguous(), message.label
+        self.traffic.count(message, send, recv)
+        return self._exchange(message, send, recv)
+
+    @abstractmethod
+    def _exchange(self, message: Message, send: Tensor, recv: Tensor) -> Handle: ...
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The tensors of all ranks, in mesh order; same shape and type on every rank. Collective and blocking."""
+
+    def close(self) -> None:  # noqa: B027 (an optional hook: most transports own nothing)
+        """Give back what the transport holds. Collective."""

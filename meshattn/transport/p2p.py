@@ -1,0 +1,81 @@
+"""Batched send and receive of torch.distributed: gloo on CPU, NCCL on GPUs, by the same code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshattn.transport.base import Message, Transport, TransportError
+
+_TAGS = 2**31  # gloo matches by tag; a running number keeps a rank that skipped an exchange from pairing with a later one
+
+
+class _P2PHandle:
+    def __init__(self, message: Message, works: Sequence[dist.Work], buffers: tuple[Tensor, Tensor]) -> None:
+        self._message = message
+        self._works = works
+        self._buffers = buffers  # kept alive until both halves are done
+
+    def wait(self) -> None:
+        for work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _failed(self._message, error) from error
+
+    def release(self) -> None:
+        pass
+
+
+def _failed(message: Message, error: Exception) -> TransportError:
+    return TransportError(
+        f"{message.label}: the exchange to rank {message.to} and from rank {message.source} failed; a peer has died, "
+        f"stalled past the timeout, or failed itself ({str(error).strip().splitlines()[0]})"
+    )
+
+
+class P2PTransport(Transport):
+    """Exchanges over a process group of its own, so that they never mix with the user's collectives.
+
+    Args:
+        group: the process group that carries the data.
+        members: its group ranks in mesh order.
+    """
+
+    name = "p2p"
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+        super().__init__()
+        self._group = group
+        self._members = tuple(members)
+        self._count = 0
+
+    def _exchange(self, message: Message, send: Tensor, recv: Tensor) -> _P2PHandle:
+        tag = self._count % _TAGS
+        self._count += 1
+        to, source = self._members[message.to], self._members[message.source]
+        try:
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, send, group=self._group, tag=tag, group_peer=to),
+                    dist.P2POp(dist.irecv, recv, group=self._group, tag=tag, group_peer=source),
+                ]
+            )
+        except RuntimeError as error:
+            raise _failed(message, error) from error
+        return _P2PHandle(message, works, (send, recv))
+
+    def all_gather(self, tensor: Tensor) -> Sequence[Tensor]:
+        tensor = tensor.detach().contiguous()
+        parts = [torch.empty_like(tensor) for _ in self._members]
+        try:
+            dist.all_gather(parts, tensor, group=self._group)
+        except RuntimeError as error:
+            raise TransportError(f"all-gather over the mesh failed ({error})") from error
+        return [parts[member] for member in self._members]
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
