@@ -1,0 +1,114 @@
+"""What every attention kernel offers: a block of queries against a block of keys, added into accumulators.
+
+Letters: B batch, H and H_kv query and key/value heads (query head h uses key/value head h // (H / H_kv)),
+C_q and C_k rows of a query and a key/value chunk, D head size of q and k, D_v head size of v and out.
+
+Accumulators are dictionaries of tensors whose memory belongs to the caller: it asks for the shapes, cuts them
+out of one flat buffer of the accumulator type (float32; float64 for float64 inputs) so that one message moves
+them, and adds or merges whole accumulators elementwise. The order of elements in ``dq``, ``dk`` and ``dv`` is
+the kernel's own and the same on every rank; only ``finish`` gives it meaning. ``out`` and ``lse`` have the
+shapes below, always.
+
+Rows at and beyond n_q and n_k of the intervals are padding: they are never read, not even to be multiplied by
+zero, so they may hold NaN. Query rows that are padding or see no key have out 0, lse -inf and a zero
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from meshattn_kernels.intervals import Intervals
+
+AccumulatorKind = Literal["out", "dq", "dkv"]
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type of lse, delta and all accumulators for inputs of type ``dtype``: float32, or float64 for
+    float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class AttentionKernel(Protocol):
+    """Attention of one pair of chunks on one device."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether equal inputs give equal bits on every run."""
+        ...
+
+    def accumulator_shapes(
+        self,
+        kind: AccumulatorKind,
+        *,
+        batch: int,
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        head_dim_v: int,
+    ) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors of an accumulator for a chunk of ``rows`` rows.
+
+        out: ``{"out": (B, C, H, D_v), "lse": (B, H, C)}``; dq: ``{"dq"}``; dkv: ``{"dk", "dv"}``.
+        """
+        ...
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        acc: Mapping[str, Tensor],
+        intervals: Intervals,
+        *,
+        softmax_scale: float,
+        first: bool,
+    ) -> None:
+        """Merge the attention of q to this block's keys into ``acc`` (normalised out, natural-log lse).
+
+        q [B, C_q, H, D], k [B, C_k, H_kv, D], v [B, C_k, H_kv, D_v], any strides. With ``first`` the
+        accumulator holds garbage and is overwritten.
+        """
+        ...
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        dq: Mapping[str, Tensor],
+        dkv: Mapping[str, Tensor],
+        intervals: Intervals,
+        *,
+        softmax_scale: float,
+        first_dq: bool,
+        first_dkv: bool,
+    ) -> None:
+        """Add this block's part of the gradients into ``dq`` and ``dkv``.
+
+        do [B, C_q, H, D_v]; lse and delta [B, H, C_q] of the whole row (over all keys of the sequence), in
+        the accumulator type, with delta = rowsum(do * out). With ``first_*`` that accumulator is overwritten.
+        """
+        ...
+
+    def clear(self, kind: AccumulatorKind, acc: Mapping[str, Tensor]) -> None:
+        """Write the neutral element: out 0 and lse -inf, gradients 0."""
+        ...
+
+    def finish(
+        self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
+    ) -> tuple[Tensor, ...]:
+        """The result in ``dtype``: (out [B, C, H, D_v],), (dq [B, C, H, D],), or (dk, dv) [B, C, H_kv, D or
+        D_v]."""
+        ...

@@ -1,0 +1,200 @@
+"""The reference kernel: blockwise attention in plain PyTorch, on any device and for any float type.
+
+Follows FlashAttention-2 (arXiv 2307.08691): an online softmax over key blocks that goes on from the
+accumulator, and a backward that recomputes p = exp(s - lse). With s = scale * q k^T, p = exp(s - lse) and ds
+= p * (do v^T - delta): dv = p^T do, dk = scale * ds^T q, dq = scale * ds k. All arithmetic is in the
+accumulator type. Temporaries are as large as a block of rows times a block of keys, never rows times
+sequence.
+
+Shapes inside: e = B * H_kv, and the g = H / H_kv query heads of a key/value head lie one after the other
+along the rows of one matrix, so that grouped heads need no copy of k and v, and their gradients need no sum
+of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from meshattn_kernels.contract import AccumulatorKind
+from meshattn_kernels.intervals import Intervals
+
+
+@dataclass(frozen=True)
+class ReferenceKernel:
+    """See ``AttentionKernel`` for the methods. ``block_q`` and ``block_k`` are the rows and keys of a
+    block."""
+
+    block_q: int = 512
+    block_k: int = 512
+
+    name: ClassVar[str] = "reference"
+    deterministic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.block_q < 1 or self.block_k < 1:
+            raise ValueError(f"block sizes are {self.block_q} x {self.block_k}; both must be at least 1")
+
+    def accumulator_shapes(
+        self,
+        kind: AccumulatorKind,
+        *,
+        batch: int,
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        head_dim_v: int,
+    ) -> dict[str, tuple[int, ...]]:
+        if kind == "out":
+            return {"out": (batch, rows, heads, head_dim_v), "lse": (batch, heads, rows)}
+        if kind == "dq":
+            return {"dq": (batch, heads, rows, head_dim)}
+        return {"dk": (batch, kv_heads, rows, head_dim), "dv": (batch, kv_heads, rows, head_dim_v)}
+
+    def clear(self, kind: AccumulatorKind, acc: Mapping[str, Tensor]) -> None:
+        for name, tensor in acc.items():
+            tensor.fill_(-math.inf if name == "lse" else 0.0)
+
+    def finish(
+        self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
+    ) -> tuple[Tensor, ...]:
+        if kind == "out":
+            return (acc["out"].to(dtype, copy=True),)
+        if kind == "dq":
+            return (_rows_first(acc["dq"] * softmax_scale, dtype),)
+        return _rows_first(acc["dk"] * softmax_scale, dtype), _rows_first(acc["dv"], dtype)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        acc: Mapping[str, Tensor],
+        intervals: Intervals,
+        *,
+        softmax_scale: float,
+        first: bool,
+    ) -> None:
+        if first:
+            self.clear("out", acc)
+        if intervals.is_empty:
+            return
+        out, lse = acc["out"], acc["lse"]
+        kv_heads = k.shape[2]
+        k_et, v_et = (_heads_first(x[:, : intervals.n_k], kv_heads, out.dtype) for x in (k, v))
+        mask = _Mask(intervals, q.shape[1], q.device)
+        for r0, r1 in self._row_blocks(intervals):
+            q_er = _heads_first(q[:, r0:r1], kv_heads, out.dtype) * softmax_scale
+            row_max = _fold_heads(lse[:, :, r0:r1], kv_heads).unsqueeze(-1)
+            row_sum = (row_max > -math.inf).to(out.dtype)
+            weighted = _heads_first(out[:, r0:r1], kv_heads, out.dtype)
+            for t0, t1 in self._key_blocks(intervals, r0, r1):
+                scores = mask.hide(q_er @ k_et[:, t0:t1].mT, r0, r1, t0, t1)
+                new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+                # A row that has seen no key yet has the maximum -inf; 0 keeps exp(-inf - maximum) at 0.
+                pivot = new_max.masked_fill(new_max == -math.inf, 0.0)
+                p = scores.sub_(pivot).exp_()
+                rescale = (row_max - pivot).exp_()
+                row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
+                weighted = torch.baddbmm(weighted * rescale, p, v_et[:, t0:t1])
+                row_max = new_max
+            # A row that has seen no key keeps out 0 and gets lse = -inf + log(0) = -inf.
+            weighted = weighted / row_sum.masked_fill(row_sum == 0, 1.0)
+            out[:, r0:r1] = rearrange(weighted, "(b h) (g r) d -> b r (h g) d", h=kv_heads, r=r1 - r0)
+            lse[:, :, r0:r1] = rearrange(
+                row_max + row_sum.log(), "(b h) (g r) 1 -> b (h g) r", h=kv_heads, r=r1 - r0
+            )
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        dq: Mapping[str, Tensor],
+        dkv: Mapping[str, Tensor],
+        intervals: Intervals,
+        *,
+        softmax_scale: float,
+        first_dq: bool,
+        first_dkv: bool,
+    ) -> None:
+        if first_dq:
+            self.clear("dq", dq)
+        if first_dkv:
+            self.clear("dkv", dkv)
+        if intervals.is_empty:
+            return
+        kv_heads, dtype = k.shape[2], lse.dtype
+        k_et, v_et = (_heads_first(x[:, : intervals.n_k], kv_heads, dtype) for x in (k, v))
+        dk_et, dv_et = dkv["dk"].flatten(0, 1), dkv["dv"].flatten(0, 1)
+        mask = _Mask(intervals, q.shape[1], q.device)
+        for r0, r1 in self._row_blocks(intervals):
+            q_er, do_er = (_heads_first(x[:, r0:r1], kv_heads, dtype) for x in (q, do))
+            scaled_q_er = q_er * softmax_scale
+            lse_er = _fold_heads(lse[:, :, r0:r1], kv_heads).unsqueeze(-1)
+            # exp(s - inf) = 0: a row that sees no key has no part in any gradient.
+            lse_er = lse_er.masked_fill(lse_er == -math.inf, math.inf)
+            delta_er = _fold_heads(delta[:, :, r0:r1], kv_heads).unsqueeze(-1)
+            dq_er = torch.zeros_like(q_er)
+            for t0, t1 in self._key_blocks(intervals, r0, r1):
+                scores = mask.hide(scaled_q_er @ k_et[:, t0:t1].mT, r0, r1, t0, t1)
+                p = scores.sub_(lse_er).exp_()
+                dv_et[:, t0:t1].baddbmm_(p.mT, do_er)
+                ds = (do_er @ v_et[:, t0:t1].mT).sub_(delta_er).mul_(p)
+                dk_et[:, t0:t1].baddbmm_(ds.mT, q_er)
+                dq_er.baddbmm_(ds, k_et[:, t0:t1])
+            dq["dq"][:, :, r0:r1] += rearrange(dq_er, "(b h) (g r) d -> b (h g) r d", h=kv_heads, r=r1 - r0)
+
+    def _row_blocks(self, intervals: Intervals) -> Iterator[tuple[int, int]]:
+        for r0 in range(0, intervals.n_q, self.block_q):
+            yield r0, min(r0 + self.block_q, intervals.n_q)
+
+    def _key_blocks(self, intervals: Intervals, r0: int, r1: int) -> Iterator[tuple[int, int]]:
+        """The key blocks that some row of r0 .. r1 - 1 may see."""
+        rows = intervals.row_block(r0, r1)
+        for t0 in range(rows.first_start, rows.last_end, self.block_k):
+            yield t0, min(t0 + self.block_k, rows.last_end)
+
+
+class _Mask:
+    """Sets the scores of invisible keys to -inf, and does nothing where all are visible."""
+
+    def __init__(self, intervals: Intervals, rows: int, device: torch.device) -> None:
+        self.intervals, self.rows, self.device = intervals, rows, device
+        self.bounds: tuple[Tensor, Tensor] | None = None
+
+    def hide(self, scores: Tensor, r0: int, r1: int, t0: int, t1: int) -> Tensor:
+        """In place on scores [e, g * (r1 - r0), t1 - t0]."""
+        if self.intervals.row_block(r0, r1).is_visible(t0, t1):
+            return scores
+        if self.bounds is None:
+            self.bounds = self.intervals.bounds(self.rows, self.device)
+        start, end = (bound[r0:r1, None] for bound in self.bounds)
+        key = torch.arange(t0, t1, dtype=torch.int32, device=self.device)
+        scores.view(len(scores), -1, r1 - r0, t1 - t0).masked_fill_((key < start) | (key >= end), -math.inf)
+        return scores
+
+
+def _heads_first(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """[B, R, H, D] -> [B * H_kv, g * R, D], cast and contiguous, whatever the strides of x."""
+    return rearrange(x.to(dtype), "b r (h g) d -> (b h) (g r) d", h=kv_heads).contiguous()
+
+
+def _fold_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """[B, H, R] -> [B * H_kv, g * R]."""
+    return rearrange(x, "b (h g) r -> (b h) (g r)", h=kv_heads)
+
+
+def _rows_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, H, C, D] -> [B, C, H, D], cast and contiguous."""
+    return x.to(dtype).transpose(1, 2).contiguous()
