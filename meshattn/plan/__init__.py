@@ -2,6 +2,20 @@
 
 from .assignment import Assignment, Axis, Tile, tiles
 from .check import check
+from .cost import (
+    CallShape,
+    Memory,
+    Traffic,
+    choose_tile,
+    costs,
+    lower_bound,
+    memory,
+    num_hops,
+    payload_bytes,
+    peak_memory,
+    total_bytes,
+    traffic,
+)
 from .greedy import build
 from .makespan import makespan
 from .schedule import Block, Channels, Costs, Direction, Merge, Payload, Schedule, Slots, Step, Transfer
@@ -10,18 +24,30 @@ __all__ = [
     "Assignment",
     "Axis",
     "Block",
+    "CallShape",
     "Channels",
     "Costs",
     "Direction",
+    "Memory",
     "Merge",
     "Payload",
     "Schedule",
     "Slots",
     "Step",
     "Tile",
+    "Traffic",
     "Transfer",
     "build",
     "check",
+    "choose_tile",
+    "costs",
+    "lower_bound",
     "makespan",
+    "memory",
+    "num_hops",
+    "payload_bytes",
+    "peak_memory",
     "tiles",
+    "total_bytes",
+    "traffic",
 ]

@@ -1,0 +1,225 @@
+"""What a call costs a rank, in closed form: bytes, messages, memory, nominal times; and the tile chosen from them.
+
+Letters: B batch, C rows of a chunk, H and H_kv heads, D head size of q and k, D_v of v and out, w bytes of the input
+type, r of the type partials move in, m of accumulators and lse; N = B*C*H query rows, N_kv = B*C*H_kv. Per rank
+
+    forward   (a-1) N (D w + D_v r + m)        + (b-1) N_kv (D + D_v) w
+    backward  (a-1) N ((D + D_v) w + D r + 2m) + (b-1) N_kv (D + D_v) (w + r)
+
+bytes are sent, as many are received. The tests hold these against the sum over the transfers of the lists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from .assignment import Axis, Tile, tiles
+from .schedule import AXIS, INWARD, Channels, Costs, Direction, Payload, Slots, Way, payloads
+
+# Attention work that takes as long as one byte on a link: about 600 TFLOP/s of a large GPU beside a 300 GB/s link.
+# Nominal on purpose: lists must not depend on measurements, because the block order decides the bits of the result.
+FLOPS_PER_BYTE = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """Sizes of one attention call inside the engine; ``rows`` is C, of one chunk, padding included."""
+
+    batch: int
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    itemsize: int
+    reduce_itemsize: int
+    acc_itemsize: int
+    causal: bool
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1 and field.name != "causal":
+                raise ValueError(f"shape: {field.name} is {getattr(self, field.name)}, but must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"shape: {self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
+
+    @property
+    def query_rows(self) -> int:
+        """N = B*C*H."""
+        return self.batch * self.rows * self.heads
+
+    @property
+    def kv_rows(self) -> int:
+        """N_kv = B*C*H_kv."""
+        return self.batch * self.rows * self.kv_heads
+
+
+def payload_bytes(payload: Payload, shape: CallShape) -> int:
+    """Bytes of one message: q; k and v; out and lse; q, do, lse and delta; dq; dk and dv."""
+    w, r, m = shape.itemsize, shape.reduce_itemsize, shape.acc_itemsize
+    d, d_v = shape.head_dim, shape.head_dim_v
+    sizes: dict[Payload, int] = {
+        "q": shape.query_rows * d * w,
+        "kv": shape.kv_rows * (d + d_v) * w,
+        "out": shape.query_rows * (d_v * r + m),
+        "bundle": shape.query_rows * ((d + d_v) * w + 2 * m),
+        "dq": shape.query_rows * d * r,
+        "dkv": shape.kv_rows * (d + d_v) * r,
+    }
+    return sizes[payload]
+
+
+def accumulator_bytes(payload: Payload, shape: CallShape) -> int:
+    """Bytes of the accumulator behind an outward payload: the same numbers in the accumulator type."""
+    m, d, d_v = shape.acc_itemsize, shape.head_dim, shape.head_dim_v
+    sizes: dict[Payload, int] = {
+        "out": shape.query_rows * (d_v + 1) * m,
+        "dq": shape.query_rows * d * m,
+        "dkv": shape.kv_rows * (d + d_v) * m,
+    }
+    return sizes[payload]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one rank sends, and receives."""
+
+    num_bytes: int
+    num_messages: int
+
+
+def traffic(direction: Direction, tile: Tile, shape: CallShape) -> dict[tuple[Axis, Way], Traffic]:
+    """Traffic of a pass per axis and way; an axis that moves nothing that way has an entry of zeros."""
+    result: dict[tuple[Axis, Way], Traffic] = {
+        (axis, way): Traffic(0, 0) for axis in ("row", "col") for way in ("inward", "outward")
+    }
+    for payload in payloads(direction):
+        hops = tile.size(AXIS[payload]) - 1
+        way: Way = "inward" if payload in INWARD else "outward"
+        result[AXIS[payload], way] = Traffic(hops * payload_bytes(payload, shape), hops)
+    return result
+
+
+def total_bytes(direction: Direction, tile: Tile, shape: CallShape) -> int:
+    """Bytes that one rank sends in a pass, all axes and ways."""
+    return sum(part.num_bytes for part in traffic(direction, tile, shape).values())
+
+
+def num_hops(direction: Direction, tile: Tile) -> int:
+    """Ring hops of a pass, each a message that its latency is paid for: 2(a-1) + (b-1), backward 2(a-1) + 2(b-1)."""
+    return sum(tile.size(AXIS[payload]) - 1 for payload in payloads(direction))
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of buffers that the engine holds on one rank during a pass, beside the arguments and results of the call."""
+
+    chunks: int  # both chunk pools, own chunks included: they are packed for sending
+    accumulators: int
+    receive: int  # partials that have arrived and wait for their merge
+    staging: int  # one partial per outward axis, cast for sending, where reduce and accumulator type differ
+
+    @property
+    def total(self) -> int:
+        return self.chunks + self.accumulators + self.receive + self.staging
+
+
+def memory(direction: Direction, tile: Tile, shape: CallShape) -> Memory:
+    """Buffers of a pass from the slot counts of its list, which are themselves a closed form of the tile."""
+    slots = Slots.of(direction, tile)
+    chunk_slots = {"row": slots.row, "col": slots.col}
+    acc_slots = {"row": slots.row_acc, "col": slots.col_acc}
+    recv_slots = {"row": slots.row_recv, "col": slots.col_recv}
+    chunks = accumulators = receive = staging = 0
+    for payload in payloads(direction):
+        axis, size = AXIS[payload], payload_bytes(payload, shape)
+        if payload in INWARD:
+            chunks += chunk_slots[axis] * size
+            continue
+        accumulators += acc_slots[axis] * accumulator_bytes(payload, shape)
+        receive += recv_slots[axis] * size
+        if recv_slots[axis] and shape.reduce_itemsize != shape.acc_itemsize:
+            staging += size
+    return Memory(chunks=chunks, accumulators=accumulators, receive=receive, staging=staging)
+
+
+def peak_memory(direction: Direction, tile: Tile, shape: CallShape) -> int:
+    """Total of ``memory`` in bytes."""
+    return memory(direction, tile, shape).total
+
+
+def block_flops(direction: Direction, shape: CallShape) -> int:
+    """Matrix work of one block: forward q k^T and p v; backward s, dp, dv, dq, dk. A causal block is half full."""
+    d, d_v = shape.head_dim, shape.head_dim_v
+    depth = d + d_v if direction == "forward" else 3 * d + 2 * d_v
+    flops = 2 * shape.query_rows * shape.rows * depth
+    return flops // 2 if shape.causal else flops
+
+
+def costs(direction: Direction, shape: CallShape) -> Costs:
+    """Integer costs of a list's parts in byte times of a nominal machine; equal shapes give equal lists everywhere."""
+    backward = direction == "backward"
+    return Costs(
+        block=max(1, block_flops(direction, shape) // FLOPS_PER_BYTE),
+        row_in=payload_bytes("bundle" if backward else "q", shape),
+        col_in=payload_bytes("kv", shape),
+        row_out=payload_bytes("dq" if backward else "out", shape),
+        col_out=payload_bytes("dkv", shape) if backward else 0,
+    )
+
+
+def lower_bound(direction: Direction, tile: Tile, costs: Costs, channels: Channels = "shared") -> int:
+    """A time that no list can beat in the model of ``makespan``, in the units of ``costs``.
+
+    One channel: all compute, or all transfers. A channel per axis: all compute; each channel's transfers; all KV in,
+    one block with the last of them, then every row out one after the other (backward also with rows and columns
+    swapped); and on each ring all chunks in, one block of the last chunk, its partial out, while the other partials
+    of that ring at best fill the time of the block.
+    """
+    a, b = tile.a, tile.b
+    col_out = costs.col_out if direction == "backward" else 0
+    compute = a * b * costs.block + num_merges(direction, tile) * costs.merge
+    row = (a - 1) * (costs.row_in + costs.row_out)
+    col = (b - 1) * (costs.col_in + col_out)
+    if channels == "shared":
+        return max(compute, row + col)
+    terms = [compute, row, col, (b - 1) * costs.col_in + costs.block + (a - 1) * costs.row_out]
+    if a > 1:
+        terms.append((a - 1) * costs.row_in + max(costs.block, (a - 2) * costs.row_out) + costs.row_out)
+    if direction == "backward":
+        terms.append((a - 1) * costs.row_in + costs.block + (b - 1) * col_out)
+        if b > 1:
+            terms.append((b - 1) * costs.col_in + max(costs.block, (b - 2) * col_out) + col_out)
+    return max(terms)
+
+
+def num_merges(direction: Direction, tile: Tile) -> int:
+    """Merges of received partials, one per outward hop."""
+    return sum(tile.size(AXIS[payload]) - 1 for payload in payloads(direction) if payload not in INWARD)
+
+
+def choose_tile(ranks: int, shape: CallShape, *, memory_limit: int | None = None) -> Tile:
+    """The tile with the least bytes of forward and backward together; ties: fewer hops, less memory, smaller a.
+
+    ``memory_limit`` is in bytes for the buffers of either pass; ValueError if no tile keeps within it. Depends on its
+    arguments only, never on a measurement.
+    """
+    passes: tuple[Direction, Direction] = ("forward", "backward")
+
+    def need(tile: Tile) -> int:
+        return max(peak_memory(direction, tile, shape) for direction in passes)
+
+    def price(tile: Tile) -> tuple[int, int, int, int]:
+        num_bytes = sum(total_bytes(direction, tile, shape) for direction in passes)
+        hops = sum(num_hops(direction, tile) for direction in passes)
+        return num_bytes, hops, need(tile), tile.a
+
+    every = tiles(ranks)
+    fitting = [tile for tile in every if memory_limit is None or need(tile) <= memory_limit]
+    if not fitting:
+        smallest = min(every, key=need)
+        raise ValueError(
+            f"memory_limit is {memory_limit} bytes, but the tile of {ranks} ranks that needs least, {smallest}, needs "
+            f"{need(smallest)} bytes of buffers per rank: raise the limit or use more ranks"
+        )
+    return min(fitting, key=price)
