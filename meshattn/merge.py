@@ -11,11 +11,14 @@ from torch import Tensor
 def merge_partial(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Merge another partial result into (out, lse), in place.
 
-    out and other_out are [B, C, H, D_v], each normalised over its own keys; lse and other_lse are [B, H, C], the
-    natural log of the sum of exp(scores). out and lse have the accumulator type, which is computed in; the other two
-    may have another float type. A row that has seen no key has lse -inf and out 0, on either side or on both:
+    out and other_out are [B, C, H, D_v], each normalised over its own keys; lse and other_lse are [B, H, C],
+    the natural log of the sum of exp(scores). out and lse have the accumulator type, which is computed in;
+    the other two may have another float type. A row that has seen no key has lse -inf and out 0, on either
+    side or on both:
 
-        lse = log(exp(lse) + exp(other_lse))      out = out * exp(lse_old - lse) + other_out * exp(other_lse - lse)
+        total = log(exp(lse) + exp(other_lse))
+        out = out * exp(lse - total) + other_out * exp(other_lse - total)
+        lse = total
     """
     assert out.shape == other_out.shape, f"out {list(out.shape)} and other_out {list(other_out.shape)} differ"
     assert lse.shape == other_lse.shape, f"lse {list(lse.shape)} and other_lse {list(other_lse.shape)} differ"
