@@ -23,7 +23,7 @@ from einops import rearrange
 from torch import Tensor
 
 from meshattn_kernels.contract import AccumulatorKind
-from meshattn_kernels.intervals import Intervals
+from meshattn_kernels.intervals import Intervals, RowBlock
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class ReferenceKernel:
         kv_heads = k.shape[2]
         k_et, v_et = (_heads_first(x[:, : intervals.n_k], kv_heads, out.dtype) for x in (k, v))
         mask = _Mask(intervals, q.shape[1], q.device)
-        for r0, r1 in self._row_blocks(intervals):
+        for r0, r1, rows in self._row_blocks(intervals):
             q_er = _heads_first(q[:, r0:r1], kv_heads, out.dtype) * softmax_scale
-            row_max = _fold_heads(lse[:, :, r0:r1], kv_heads).unsqueeze(-1)
+            row_max = _fold_heads(lse[:, :, r0:r1], kv_heads)
             row_sum = (row_max > -math.inf).to(out.dtype)
             weighted = _heads_first(out[:, r0:r1], kv_heads, out.dtype)
-            for t0, t1 in self._key_blocks(intervals, r0, r1):
-                scores = mask.hide(q_er @ k_et[:, t0:t1].mT, r0, r1, t0, t1)
+            for t0, t1 in self._key_blocks(rows):
+                scores = mask.hide(q_er @ k_et[:, t0:t1].mT, r0, r1, rows, t0, t1)
                 new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
                 # A row that has seen no key yet has the maximum -inf; 0 keeps exp(-inf - maximum) at 0.
                 pivot = new_max.masked_fill(new_max == -math.inf, 0.0)
@@ -108,9 +108,7 @@ class ReferenceKernel:
             # A row that has seen no key keeps out 0 and gets lse = -inf + log(0) = -inf.
             weighted = weighted / row_sum.masked_fill(row_sum == 0, 1.0)
             out[:, r0:r1] = rearrange(weighted, "(b h) (g r) d -> b r (h g) d", h=kv_heads, r=r1 - r0)
-            lse[:, :, r0:r1] = rearrange(
-                row_max + row_sum.log(), "(b h) (g r) 1 -> b (h g) r", h=kv_heads, r=r1 - r0
-            )
+            lse[:, :, r0:r1] = (row_max + row_sum.log()).view(len(lse), -1, r1 - r0)
 
     def backward(
         self,
@@ -136,32 +134,35 @@ class ReferenceKernel:
             return
         kv_heads, dtype = k.shape[2], lse.dtype
         k_et, v_et = (_heads_first(x[:, : intervals.n_k], kv_heads, dtype) for x in (k, v))
-        dk_et, dv_et = dkv["dk"].flatten(0, 1), dkv["dv"].flatten(0, 1)
+        dk_et, dv_et = (dkv[name].view(-1, *dkv[name].shape[2:]) for name in ("dk", "dv"))
         mask = _Mask(intervals, q.shape[1], q.device)
-        for r0, r1 in self._row_blocks(intervals):
+        for r0, r1, rows in self._row_blocks(intervals):
             q_er, do_er = (_heads_first(x[:, r0:r1], kv_heads, dtype) for x in (q, do))
             scaled_q_er = q_er * softmax_scale
-            lse_er = _fold_heads(lse[:, :, r0:r1], kv_heads).unsqueeze(-1)
+            lse_er = _fold_heads(lse[:, :, r0:r1], kv_heads)
             # exp(s - inf) = 0: a row that sees no key has no part in any gradient.
             lse_er = lse_er.masked_fill(lse_er == -math.inf, math.inf)
-            delta_er = _fold_heads(delta[:, :, r0:r1], kv_heads).unsqueeze(-1)
+            delta_er = _fold_heads(delta[:, :, r0:r1], kv_heads)
             dq_er = torch.zeros_like(q_er)
-            for t0, t1 in self._key_blocks(intervals, r0, r1):
-                scores = mask.hide(scaled_q_er @ k_et[:, t0:t1].mT, r0, r1, t0, t1)
+            for t0, t1 in self._key_blocks(rows):
+                scores = mask.hide(scaled_q_er @ k_et[:, t0:t1].mT, r0, r1, rows, t0, t1)
                 p = scores.sub_(lse_er).exp_()
                 dv_et[:, t0:t1].baddbmm_(p.mT, do_er)
                 ds = (do_er @ v_et[:, t0:t1].mT).sub_(delta_er).mul_(p)
                 dk_et[:, t0:t1].baddbmm_(ds.mT, q_er)
                 dq_er.baddbmm_(ds, k_et[:, t0:t1])
-            dq["dq"][:, :, r0:r1] += rearrange(dq_er, "(b h) (g r) d -> b (h g) r d", h=kv_heads, r=r1 - r0)
+            dq["dq"][:, :, r0:r1] += dq_er.view(len(q), -1, r1 - r0, q.shape[-1])
 
-    def _row_blocks(self, intervals: Intervals) -> Iterator[tuple[int, int]]:
+    def _row_blocks(self, intervals: Intervals) -> Iterator[tuple[int, int, RowBlock]]:
+        """The blocks of rows that see any key."""
         for r0 in range(0, intervals.n_q, self.block_q):
-            yield r0, min(r0 + self.block_q, intervals.n_q)
+            r1 = min(r0 + self.block_q, intervals.n_q)
+            rows = intervals.row_block(r0, r1)
+            if rows.first_start < rows.last_end:
+                yield r0, r1, rows
 
-    def _key_blocks(self, intervals: Intervals, r0: int, r1: int) -> Iterator[tuple[int, int]]:
-        """The key blocks that some row of r0 .. r1 - 1 may see."""
-        rows = intervals.row_block(r0, r1)
+    def _key_blocks(self, rows: RowBlock) -> Iterator[tuple[int, int]]:
+        """The blocks of keys that some of these rows may see."""
         for t0 in range(rows.first_start, rows.last_end, self.block_k):
             yield t0, min(t0 + self.block_k, rows.last_end)
 
@@ -173,9 +174,9 @@ class _Mask:
         self.intervals, self.rows, self.device = intervals, rows, device
         self.bounds: tuple[Tensor, Tensor] | None = None
 
-    def hide(self, scores: Tensor, r0: int, r1: int, t0: int, t1: int) -> Tensor:
+    def hide(self, scores: Tensor, r0: int, r1: int, rows: RowBlock, t0: int, t1: int) -> Tensor:
         """In place on scores [e, g * (r1 - r0), t1 - t0]."""
-        if self.intervals.row_block(r0, r1).is_visible(t0, t1):
+        if rows.is_visible(t0, t1):
             return scores
         if self.bounds is None:
             self.bounds = self.intervals.bounds(self.rows, self.device)
@@ -191,8 +192,8 @@ def _heads_first(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def _fold_heads(x: Tensor, kv_heads: int) -> Tensor:
-    """[B, H, R] -> [B * H_kv, g * R]."""
-    return rearrange(x, "b (h g) r -> (b h) (g r)", h=kv_heads)
+    """[B, H, R] -> [B * H_kv, g * R, 1]."""
+    return x.reshape(len(x) * kv_heads, -1, 1)
 
 
 def _rows_first(x: Tensor, dtype: torch.dtype) -> Tensor:
