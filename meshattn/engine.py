@@ -1,16 +1,17 @@
 """The one loop that executes a step list on one rank, forward and backward, for every tile.
 
-A step list (`meshattn.plan.schedule`) says when to wait, merge, send and compute; a pass (`_Forward`, `_Backward`) knows the
-tensors that its entries mean. Ring-Attention is the list of the tile (1, P): there is no other code for it.
+A step list (`meshattn.plan.schedule`) says when to wait, merge, send and compute; a pass (`_Forward`,
+`_Backward`) knows the tensors that its entries mean. Ring-Attention is the list of the tile (1, P): there
+is no other code for it.
 
-Shapes: B batch, C rows of a chunk, H and H_kv query and key/value heads, D and D_v head sizes of q, k and of v, out.
+Shapes: B batch, C rows of a chunk, H and H_kv query and key/value heads, D and D_v head sizes of q, k and
+    of v, out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from einops import einsum
@@ -22,6 +23,7 @@ from meshattn.plan.assignment import Assignment
 from meshattn.plan.schedule import Block, Merge, Schedule, Transfer
 from meshattn.transport.base import Handle, Message, Transport
 from meshattn_kernels import AttentionKernel, Intervals
+from meshattn_kernels.contract import AccumulatorKind
 
 Views = Mapping[str, Tensor]
 
@@ -75,15 +77,6 @@ def backward(
     return work.finish()
 
 
-class _Pass(Protocol):
-    """What the entries of a step list mean."""
-
-    def outgoing(self, transfer: Transfer) -> Tensor: ...
-    def incoming(self, transfer: Transfer) -> Tensor: ...
-    def merge(self, merge: Merge) -> None: ...
-    def block(self, block: Block) -> None: ...
-
-
 def _execute(call: Call, schedule: Schedule, work: _Pass) -> None:
     handles: dict[int, Handle] = {}
     releases: dict[int, list[int]] = {}
@@ -95,7 +88,9 @@ def _execute(call: Call, schedule: Schedule, work: _Pass) -> None:
         for transfer in step.transfers:
             message = _message(call, schedule, number, transfer)
             transport = call.transports[transfer.axis]
-            handles[transfer.number] = transport.start(message, work.outgoing(transfer), work.incoming(transfer))
+            handles[transfer.number] = transport.start(
+                message, work.outgoing(transfer), work.incoming(transfer)
+            )
             releases.setdefault(transfer.last_use, []).append(transfer.number)
         for block in step.blocks:
             work.block(block)
@@ -105,18 +100,14 @@ def _execute(call: Call, schedule: Schedule, work: _Pass) -> None:
 
 
 def _message(call: Call, schedule: Schedule, step: int, transfer: Transfer) -> Message:
-    assignment, rank = call.assignment, call.rank
-    if transfer.axis == "row":
-        ring, place = assignment.row_group(rank), assignment.col_index(rank)
-    else:
-        ring, place = assignment.col_group(rank), assignment.row_index(rank)
+    neighbour = call.assignment.neighbour
     return Message(
         phase=schedule.direction,
         axis=transfer.axis,
-        flow="inward" if transfer.inward else "outward",
-        label=f"{schedule.direction} step {step} of {len(schedule.steps)}, {transfer.payload} #{transfer.index}",
-        to=ring[(place + transfer.offset) % len(ring)],
-        source=ring[(place - transfer.offset) % len(ring)],
+        flow=transfer.way,
+        label=f"{schedule.direction} step {step}/{len(schedule.steps)}, {transfer.payload} #{transfer.index}",
+        to=neighbour(call.rank, transfer.axis, transfer.offset),
+        source=neighbour(call.rank, transfer.axis, -transfer.offset),
     )
 
 
@@ -137,11 +128,14 @@ class _Chunks:
 
 
 class _Accumulators:
-    """Partial results of one kind (out, dq or dkv): one slot for each that is live, and buffers for those that arrive."""
+    """Partial results of one kind (out, dq or dkv): one slot for each that is live, and buffers for those
+    that arrive."""
 
-    def __init__(self, call: Call, kind: str, axis: str, slots: int, recv_slots: int) -> None:
+    def __init__(self, call: Call, kind: AccumulatorKind, axis: str, slots: int, recv_slots: int) -> None:
         self._kernel = call.kernel
         self._kind = kind
+        self._dtype = call.dtype
+        self._softmax_scale = call.softmax_scale
         shapes = call.kernel.accumulator_shapes(
             kind,
             batch=call.batch,
@@ -162,9 +156,10 @@ class _Accumulators:
         self._flat = [torch.empty(held.nbytes, dtype=torch.uint8, device=call.device) for _ in range(slots)]
         self.views = [held.views(buffer) for buffer in self._flat]
         self._received = call.transports[axis].buffers(axis, self._wire.nbytes, recv_slots, call.device)
-        self._staging: list[Tensor] = []
-        if self._wire != held:
-            self._staging = [torch.empty_like(buffer) for buffer in self._received]
+        # One is enough: a partial is sent only after the one before it has gone and its echo is merged.
+        self._staging: Tensor | None = None
+        if self._wire != held and recv_slots:
+            self._staging = torch.empty_like(self._received[0])
         self._written: set[int] = set()
 
     def first(self, index: int) -> bool:
@@ -180,12 +175,10 @@ class _Accumulators:
 
     def outgoing(self, transfer: Transfer) -> Tensor:
         self._settle(transfer.sent, transfer.send_slot)
-        if not self._staging:
+        if self._staging is None:
             return self._flat[transfer.send_slot]
-        # The staging buffer is free again with the receive slot of the same number: both end at the transfer's wait.
-        staging = self._staging[transfer.recv_slot]
-        self._wire.write(staging, self.views[transfer.send_slot])
-        return staging
+        self._wire.write(self._staging, self.views[transfer.send_slot])
+        return self._staging
 
     def incoming(self, transfer: Transfer) -> Tensor:
         return self._received[transfer.recv_slot]
@@ -199,91 +192,91 @@ class _Accumulators:
             for name, accumulator in mine.items():
                 accumulator.add_(theirs[name])
 
-    def finish(self, call: Call) -> tuple[Tensor, ...]:
+    def finish(self) -> tuple[Tensor, ...]:
+        """This rank's own row or column in the caller's layout and type."""
         self._settle(0, 0)
         return self._kernel.finish(
-            self._kind, self.views[0], dtype=call.dtype, softmax_scale=call.softmax_scale
+            self._kind, self.views[0], dtype=self._dtype, softmax_scale=self._softmax_scale
         )
 
 
-def _chunk_ids(call: Call, block: Block) -> tuple[int, int]:
-    return call.assignment.query_chunk(call.rank, block.row), call.assignment.key_chunk(call.rank, block.col)
+class _Pass:
+    """What the entries of a step list mean in one direction."""
 
-
-class _Forward:
-    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
-        slots = call.forward_list.slots
+    def __init__(
+        self, call: Call, schedule: Schedule, row: Views, col: Views, partials: Mapping[AccumulatorKind, str]
+    ) -> None:
+        slots = schedule.slots
         self._call = call
-        self._queries = _Chunks(call, "row", slots.row, {"q": q})
-        self._keys = _Chunks(call, "col", slots.col, {"k": k, "v": v})
-        self._out = _Accumulators(call, "out", "row", slots.row_acc, slots.row_recv)
+        self._chunks = {
+            "row": _Chunks(call, "row", slots.row, row),
+            "col": _Chunks(call, "col", slots.col, col),
+        }
+        counts = {"row": (slots.row_acc, slots.row_recv), "col": (slots.col_acc, slots.col_recv)}
+        self._partials: dict[str, _Accumulators] = {
+            kind: _Accumulators(call, kind, axis, *counts[axis]) for kind, axis in partials.items()
+        }
 
     def outgoing(self, transfer: Transfer) -> Tensor:
-        if transfer.payload == "out":
-            return self._out.outgoing(transfer)
-        return (self._queries if transfer.axis == "row" else self._keys).flat[transfer.send_slot]
+        if transfer.inward:
+            return self._chunks[transfer.axis].flat[transfer.send_slot]
+        return self._partials[transfer.payload].outgoing(transfer)
 
     def incoming(self, transfer: Transfer) -> Tensor:
-        if transfer.payload == "out":
-            return self._out.incoming(transfer)
-        return (self._queries if transfer.axis == "row" else self._keys).flat[transfer.recv_slot]
+        if transfer.inward:
+            return self._chunks[transfer.axis].flat[transfer.recv_slot]
+        return self._partials[transfer.payload].incoming(transfer)
 
     def merge(self, merge: Merge) -> None:
-        self._out.merge(merge)
+        self._partials[merge.payload].merge(merge)
 
     def block(self, block: Block) -> None:
-        intervals = self._call.intervals(*_chunk_ids(self._call, block))
-        if intervals.is_empty:
-            return
-        keys = self._keys.views[block.col_slot]
+        call = self._call
+        queries = call.assignment.query_chunk(call.rank, block.row)
+        keys = call.assignment.key_chunk(call.rank, block.col)
+        intervals = call.intervals(queries, keys)
+        if not intervals.is_empty:
+            self._compute(block, intervals)
+
+    def _compute(self, block: Block, intervals: Intervals) -> None:
+        raise NotImplementedError
+
+
+class _Forward(_Pass):
+    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
+        super().__init__(call, call.forward_list, {"q": q}, {"k": k, "v": v}, {"out": "row"})
+
+    def _compute(self, block: Block, intervals: Intervals) -> None:
+        queries, keys = self._chunks["row"].views[block.row_slot], self._chunks["col"].views[block.col_slot]
+        out = self._partials["out"]
         self._call.kernel.forward(
-            self._queries.views[block.row_slot]["q"],
+            queries["q"],
             keys["k"],
             keys["v"],
-            self._out.views[block.row_acc],
+            out.views[block.row_acc],
             intervals,
             softmax_scale=self._call.softmax_scale,
-            first=self._out.first(block.row),
+            first=out.first(block.row),
         )
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        (out,) = self._out.finish(self._call)
+        (out,) = self._partials["out"].finish()
         # A copy: a view would keep the whole accumulator alive until the backward pass.
-        return out, self._out.views[0]["lse"].clone()
+        return out, self._partials["out"].views[0]["lse"].clone()
 
 
-class _Backward:
-    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor) -> None:
-        slots = call.backward_list.slots
-        self._call = call
-        kind = call.accumulator_dtype
-        delta = einsum(do.to(kind), out.to(kind), "b c h d, b c h d -> b h c")
-        self._queries = _Chunks(call, "row", slots.row, {"q": q, "do": do, "lse": lse, "delta": delta})
-        self._keys = _Chunks(call, "col", slots.col, {"k": k, "v": v})
-        self._dq = _Accumulators(call, "dq", "row", slots.row_acc, slots.row_recv)
-        self._dkv = _Accumulators(call, "dkv", "col", slots.col_acc, slots.col_recv)
+class _Backward(_Pass):
+    def __init__(
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor
+    ) -> None:
+        exact = call.accumulator_dtype
+        delta = einsum(do.to(exact), out.to(exact), "b c h d, b c h d -> b h c")
+        bundle = {"q": q, "do": do, "lse": lse, "delta": delta}
+        super().__init__(call, call.backward_list, bundle, {"k": k, "v": v}, {"dq": "row", "dkv": "col"})
 
-    def outgoing(self, transfer: Transfer) -> Tensor:
-        if not transfer.inward:
-            return self._gradients(transfer.payload).outgoing(transfer)
-        return (self._queries if transfer.axis == "row" else self._keys).flat[transfer.send_slot]
-
-    def incoming(self, transfer: Transfer) -> Tensor:
-        if not transfer.inward:
-            return self._gradients(transfer.payload).incoming(transfer)
-        return (self._queries if transfer.axis == "row" else self._keys).flat[transfer.recv_slot]
-
-    def merge(self, merge: Merge) -> None:
-        self._gradients(merge.payload).merge(merge)
-
-    def _gradients(self, payload: str) -> _Accumulators:
-        return self._dq if payload == "dq" else self._dkv
-
-    def block(self, block: Block) -> None:
-        intervals = self._call.intervals(*_chunk_ids(self._call, block))
-        if intervals.is_empty:
-            return
-        queries, keys = self._queries.views[block.row_slot], self._keys.views[block.col_slot]
+    def _compute(self, block: Block, intervals: Intervals) -> None:
+        queries, keys = self._chunks["row"].views[block.row_slot], self._chunks["col"].views[block.col_slot]
+        dq, dkv = self._partials["dq"], self._partials["dkv"]
         self._call.kernel.backward(
             queries["q"],
             keys["k"],
@@ -291,15 +284,15 @@ class _Backward:
             queries["do"],
             queries["lse"],
             queries["delta"],
-            self._dq.views[block.row_acc],
-            self._dkv.views[block.col_acc],
+            dq.views[block.row_acc],
+            dkv.views[block.col_acc],
             intervals,
             softmax_scale=self._call.softmax_scale,
-            first_dq=self._dq.first(block.row),
-            first_dkv=self._dkv.first(block.col),
+            first_dq=dq.first(block.row),
+            first_dkv=dkv.first(block.col),
         )
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        (dq,) = self._dq.finish(self._call)
-        dk, dv = self._dkv.finish(self._call)
+        (dq,) = self._partials["dq"].finish()
+        dk, dv = self._partials["dkv"].finish()
         return dq, dk, dv

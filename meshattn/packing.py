@@ -28,7 +28,8 @@ class Field:
 class Packing:
     """Tensors laid one after the other without gaps, so that the bytes sent are the bytes of the tensors.
 
-    Every field must begin at a multiple of its element size: matrices whose rows are multiples of 16 bytes come first.
+    Every field must begin at a multiple of its element size: matrices whose rows are multiples of 16 bytes
+    come first.
     """
 
     fields: tuple[Field, ...]

@@ -1,7 +1,8 @@
 """What every transport offers: exchanges with two peers, started now and waited for later.
 
-A transport moves flat byte buffers between the ranks of one mesh. It knows nothing of attention: the engine tells it who
-gets the bytes, where the others come from, and how to name the exchange in an error or in a counter.
+A transport moves flat byte buffers between the ranks of one mesh. It knows nothing of attention: the engine
+tells it who gets the bytes, where the others come from, and how to name the exchange in an error or in a
+counter.
 """
 
 from __future__ import annotations
@@ -70,10 +71,12 @@ class Handle(Protocol):
     """A started exchange."""
 
     def wait(self) -> None:
-        """Until this returns (or, on a GPU, until the current stream passes this point) neither buffer may be touched."""
+        """Until this returns (or, on a GPU, until the current stream passes this point) neither buffer may
+        be touched."""
 
     def release(self) -> None:
-        """The received bytes are not needed any more and the own onward send of them is done: the slot may be refilled."""
+        """The received bytes are not needed any more and the own onward send of them is done: the slot may
+        be refilled."""
 
 
 class Transport(ABC):
@@ -85,11 +88,11 @@ class Transport(ABC):
         self.traffic = Traffic()
 
     def buffers(self, axis: str, nbytes: int, slots: int, device: torch.device) -> list[Tensor]:
-        """`slots` flat uint8 buffers that exchanges of `axis` may receive into. Collective: same sizes on all ranks."""
+        """Flat uint8 buffers that exchanges of `axis` may receive into. Collective: same sizes everywhere."""
         return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(slots)]
 
     def start(self, message: Message, send: Tensor, recv: Tensor) -> Handle:
-        """Send `send` to rank `message.to` and fill `recv` from rank `message.source`; both flat and contiguous."""
+        """Send `send` to rank `message.to`, fill `recv` from rank `message.source`; both contiguous."""
         assert send.is_contiguous() and recv.is_contiguous(), message.label
         self.traffic.count(message, send, recv)
         return self._exchange(message, send, recv)
@@ -99,7 +102,8 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The tensors of all ranks, in mesh order; same shape and type on every rank. Collective and blocking."""
+        """The tensors of all ranks, in mesh order; same shape and type on every rank. Collective and
+        blocking."""
 
     def close(self) -> None:  # noqa: B027 (an optional hook: most transports own nothing)
         """Give back what the transport holds. Collective."""

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from meshattn.transport.base import Message, Transport, TransportError
 
-_TAGS = 2**31  # gloo matches by tag; a running number keeps a rank that skipped an exchange from pairing with a later one
+_TAGS = (
+    2**31
+)  # gloo matches by tag; a running number keeps a rank that skipped an exchange from pairing with a later one
 
 
 class _P2PHandle:
@@ -32,8 +34,8 @@ class _P2PHandle:
 
 def _failed(message: Message, error: Exception) -> TransportError:
     return TransportError(
-        f"{message.label}: the exchange to rank {message.to} and from rank {message.source} failed; a peer has died, "
-        f"stalled past the timeout, or failed itself ({str(error).strip().splitlines()[0]})"
+        f"{message.label}: the exchange to rank {message.to} and from rank {message.source} failed; a peer "
+        f"has died, stalled past the timeout, or failed itself ({str(error).strip().splitlines()[0]})"
     )
 
 

@@ -1,19 +1,21 @@
 """A simulated process group: every rank is a thread of this process.
 
-The engine runs unchanged on it, so a schedule of 256 ranks can be tested with real numbers on a laptop. It is stricter than
-a network: a receive buffer is filled with NaN until its wait, and the bytes are read from the sender's own buffer only when
-the receiver waits, so that reading early, or overwriting a buffer that is still being sent, gives wrong numbers at once.
+The engine runs unchanged on it, so a schedule of 256 ranks can be tested with real numbers on a laptop. It
+is stricter than a network: a receive buffer is filled with NaN until its wait, and the bytes are read from
+the sender's own buffer only when the receiver waits, so that reading early, or overwriting a buffer that is
+still being sent, gives wrong numbers at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from meshattn.transport.base import Message, Transport, TransportError
 
@@ -28,10 +30,10 @@ class _Parcel:
 
 @dataclass
 class _Mailbox:
-    """What one rank is being sent, by (sender, number of the exchange between the two), and its bell."""
+    """What one rank is being sent, by (connection, sender, number of the parcel), and its bell."""
 
     bell: threading.Condition = field(default_factory=threading.Condition)
-    parcels: dict[tuple[int, int], _Parcel] = field(default_factory=dict)
+    parcels: dict[tuple[int, int, int], _Parcel] = field(default_factory=dict)
 
 
 class SimulatedWorld:
@@ -41,7 +43,7 @@ class SimulatedWorld:
         if size < 1:
             raise ValueError(f"a simulated group needs at least one rank, got {size}")
         self.size = size
-        self.store = dist.HashStore()
+        self.store = HashStore()
         self.mailboxes = [_Mailbox() for _ in range(size)]
         self.failure: str | None = None
 
@@ -63,6 +65,11 @@ class SimulatedGroup:
 
     world: SimulatedWorld
     rank: int
+    _connections: Iterator[int] = field(default_factory=itertools.count, repr=False)
+
+    def next_connection(self) -> int:
+        """Number of the connection that this rank opens next; all ranks open theirs in the same order."""
+        return next(self._connections)
 
     @property
     def size(self) -> int:
@@ -70,7 +77,9 @@ class SimulatedGroup:
 
 
 class _ThreadHandle:
-    def __init__(self, transport: ThreadTransport, message: Message, recv: Tensor, number: int, sent: _Parcel) -> None:
+    def __init__(
+        self, transport: ThreadTransport, message: Message, recv: Tensor, number: int, sent: _Parcel
+    ) -> None:
         self._transport = transport
         self._message = message
         self._recv = recv
@@ -98,12 +107,13 @@ class ThreadTransport(Transport):
 
     name = "threads"
 
-    def __init__(self, group: SimulatedGroup, timeout: float) -> None:
+    def __init__(self, group: SimulatedGroup, connection: int, timeout: float) -> None:
         super().__init__()
+        self._connection = connection
         self.rank = group.rank
         self._world = group.world
         self._timeout = timeout
-        self._posted = [0] * group.size  # exchanges so far, by receiver and by sender
+        self._posted = [0] * group.size  # parcels so far, by receiver and by sender
         self._expected = [0] * group.size
 
     def _exchange(self, message: Message, send: Tensor, recv: Tensor) -> _ThreadHandle:
@@ -117,14 +127,14 @@ class ThreadTransport(Transport):
         parcel = _Parcel(buffer)
         mailbox = self._world.mailboxes[to]
         with mailbox.bell:
-            mailbox.parcels[(self.rank, self._posted[to])] = parcel
+            mailbox.parcels[(self._connection, self.rank, self._posted[to])] = parcel
             mailbox.bell.notify_all()
         self._posted[to] += 1
         return parcel
 
     def take(self, message: Message, number: int) -> _Parcel:
         mailbox = self._world.mailboxes[self.rank]
-        key = (message.source, number)
+        key = (self._connection, message.source, number)
         with mailbox.bell:
             self._wait_until(mailbox.bell, lambda: key in mailbox.parcels, message, message.source)
             return mailbox.parcels.pop(key)
@@ -153,7 +163,8 @@ class ThreadTransport(Transport):
             bell.wait(left)
 
     def all_gather(self, tensor: Tensor) -> Sequence[Tensor]:
-        # Each rank posts one private copy per peer: nothing has to be kept alive until the slowest rank has read it.
+        # Each rank posts one private copy per peer: nothing has to be kept alive until the slowest rank has
+        # read it.
         parts: list[Tensor] = []
         for peer in range(self._world.size):
             self._post(peer, tensor.detach().clone())

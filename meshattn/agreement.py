@@ -1,0 +1,152 @@
+"""All ranks agree on a call before any of its transfers, or all of them raise.
+
+A rank whose call looks like the one that followed the same call last time goes on without a word. Any other
+call is checked: every rank writes what it is about to do into the group's key-value store and reads what
+the others wrote. So a training loop pays for a check only while its pattern of calls is new, and a single
+rank that leaves the pattern stops at the check: the others wait for its data in vain, look into the store
+when they time out, and find out who left and how.
+
+Nothing here uses the data channel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+_REMEMBERED = 4096  # calls whose successor is remembered; all ranks forget alike
+
+
+class RankMismatchError(ValueError):
+    """The ranks of a mesh were called with different arguments; the message names who differs and in what."""
+
+
+class Agreement:
+    """Compares the calls of all ranks of one mesh.
+
+    Args:
+        store: key-value store shared by the ranks of this mesh alone.
+        rank: place of this rank in the mesh.
+        size: ranks of the mesh.
+        timeout: seconds to wait for the other ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._round = 0
+        self._calls = 0
+        self._last = ""
+        self._next: OrderedDict[str, str] = OrderedDict()
+        self._statement: dict[str, str] = {}
+
+    def enter(self, action: str, statement: Mapping[str, str], error: Exception | None = None) -> None:
+        """Collective unless the call was foreseen; raises on every rank if the ranks differ or if one of
+        them has an error.
+
+        Args:
+            action: name of the call.
+            statement: what must be the same on all ranks, for people to read.
+            error: what is wrong with the call on this rank, if anything.
+        """
+        self._calls += 1
+        signature = json.dumps([action, dict(statement)])
+        foreseen = error is None and self._next.get(self._last) == signature
+        self._next[self._last] = signature
+        self._next.move_to_end(self._last)
+        if len(self._next) > _REMEMBERED:
+            self._next.popitem(last=False)
+        self._last = signature
+        self._statement = {"call": f"{action}, call {self._calls} of this mesh", **statement}
+        if not foreseen:
+            self._check(error)
+
+    def blame(self) -> str | None:
+        """After a failed transfer: who is not doing what this rank does, if the store tells."""
+        try:
+            waiting = [
+                rank for rank in range(self._size) if self._store.check([self._key(self._round, rank)])
+            ]
+            found = {rank: self._read(self._round, rank) for rank in waiting}
+        except RuntimeError:  # the store went away with its host: nothing more to say
+            return None
+        if not found:
+            return None
+        for rank, (_, error) in found.items():
+            if error is not None:
+                return f"rank {rank}: {error[1]}"
+        statements = {rank: statement for rank, (statement, _) in found.items()}
+        others = [rank for rank in range(self._size) if rank not in found]
+        statements.update({rank: self._statement for rank in others})
+        return _difference(statements)
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"agreement/{number}/{rank}"
+
+    def _read(self, number: int, rank: int) -> tuple[dict[str, str], tuple[str, str] | None]:
+        statement, error = json.loads(self._store.get(self._key(number, rank)))
+        return statement, error
+
+    def _check(self, error: Exception | None) -> None:
+        number, self._round = self._round, self._round + 1
+        told = None if error is None else (type(error).__name__, str(error))
+        self._store.set(self._key(number, self._rank), json.dumps([self._statement, told]))
+        if error is not None:
+            raise error
+        keys = [self._key(number, rank) for rank in range(self._size)]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout))
+        except RuntimeError as failure:
+            raise RankMismatchError(self._absent(number)) from failure
+        answers = [json.loads(answer) for answer in self._store.multi_get(keys)]
+        # Everybody has now read round number - 1: this rank's entry in it is not needed any more.
+        if number > 0:
+            self._store.delete_key(self._key(number - 1, self._rank))
+        for rank, (_, theirs) in enumerate(answers):
+            if theirs is not None:
+                kind = NotImplementedError if theirs[0] == "NotImplementedError" else ValueError
+                raise kind(f"rank {rank}: {theirs[1]}")
+        if any(statement != self._statement for statement, _ in answers):
+            raise RankMismatchError(_difference({rank: answer[0] for rank, answer in enumerate(answers)}))
+
+    def _absent(self, number: int) -> str:
+        present = [rank for rank in range(self._size) if self._store.check([self._key(number, rank)])]
+        absent = [rank for rank in range(self._size) if rank not in present]
+        return (
+            f"{self._statement['call']}: {_ranks(absent)} did not come to it within {self._timeout:g} s, "
+            f"only {_ranks(present)} did. Either they have died or stalled, or they go on with other "
+            f"arguments than here: "
+            + ", ".join(f"{name} is {value}" for name, value in self._statement.items() if name != "call")
+        )
+
+
+def _difference(statements: Mapping[int, Mapping[str, str]]) -> str:
+    """Who differs in what, the smallest party first: it is the likely culprit."""
+    names = list(dict.fromkeys(name for statement in statements.values() for name in statement))
+    parts = []
+    for name in names:
+        parties: dict[str, list[int]] = {}
+        for rank, statement in statements.items():
+            parties.setdefault(statement.get(name, "absent"), []).append(rank)
+        if len(parties) > 1:
+            ordered = sorted(parties.items(), key=lambda party: (len(party[1]), party[1]))
+            parts.append(
+                f"{name} is " + ", but ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ordered)
+            )
+    call = statements[min(statements)].get("call", "")
+    told = "; ".join(parts) if parts else "they are at different calls"
+    return (
+        f"{call}: the ranks disagree: {told}. "
+        "Shapes, types and options must be the same on all ranks of a mesh."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -1,0 +1,321 @@
+"""The public calls and their autograd edge.
+
+Letters: B batch, L rows of a rank's shard, H and H_kv query and key/value heads, D and D_v head sizes of q,
+    k and of v, out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from meshattn import engine
+from meshattn.masks import MaskRule
+from meshattn.mesh import AttentionMesh
+from meshattn.plan.assignment import Assignment, Tile
+from meshattn.plan.cost import CallShape, costs
+from meshattn.plan.greedy import build
+from meshattn.sequence import ShardedSequence
+from meshattn.transport.base import TransportError
+from meshattn_kernels import AttentionKernel, get_kernel
+from meshattn_kernels.contract import accumulator_dtype
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_HEAD_DIM_STEP = 8
+
+
+def mesh_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq: ShardedSequence,
+    *,
+    kv_seq: ShardedSequence | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of a whole sequence, spread over the ranks of the mesh that `seq` belongs to (arXiv
+    2512.20968).
+
+    Collective: every rank calls it with the same shapes, types and options, and so for the backward pass.
+    The result has the same bits on every run. Differentiable once in q, k and v.
+
+    Args:
+        q: [B, L, H, D], this rank's rows, as ``seq.shard`` cuts them.
+        k: [B, L, H_kv, D]; H_kv divides H, and query head h uses key/value head h // (H / H_kv) (GQA, MQA).
+        v: [B, L, H_kv, D_v].
+        seq: how the sequence is spread.
+        kv_seq: another sequence for keys and values; not implemented yet.
+        causal: a query sees the keys at its own global position and before.
+        softmax_scale: factor on q k^T, by default D ** -0.5.
+        window_size: (left, right) keys around a query; only (-1, -1), unlimited, so far.
+        softcap: only 0.0 (off) so far.
+        deterministic: True refuses kernels that are not bitwise deterministic.
+        return_lse: also return lse, which is not differentiable.
+        reduce_dtype: type in which partial results travel: the accumulator type (default; float32, float64
+            for float64) or the type of q.
+        kernel: name of the local kernel; None takes the default one.
+
+    Returns:
+        out [B, L, H, D_v] in the type of q; with ``return_lse`` also lse [B, H, L], natural log, in the
+        accumulator type, -inf for padding. Padding rows of out and of the gradients are 0.
+
+    Raises:
+        ValueError: wrong shapes, types or options, on every rank alike and before any transfer.
+        NotImplementedError: an option that does not exist yet.
+        TransportError: a rank died or stalled; the message names the step and the peer.
+    """
+    options = _Options(
+        causal, softmax_scale, window_size, softcap, deterministic, return_lse, reduce_dtype, kernel
+    )
+    return _attend("mesh_attention", q, k, v, seq, kv_seq, options, None)
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq: ShardedSequence,
+    *,
+    kv_seq: ShardedSequence | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Ring-Attention (arXiv 2310.01889): `mesh_attention` with the tile (1, P), whatever the tile of the
+    mesh.
+
+    The same engine, arguments, results and errors; the baseline to compare with.
+    """
+    options = _Options(
+        causal, softmax_scale, window_size, softcap, deterministic, return_lse, reduce_dtype, kernel
+    )
+    return _attend("ring_attention", q, k, v, seq, kv_seq, options, Tile(1, seq.mesh.size))
+
+
+@dataclass(frozen=True)
+class _Options:
+    causal: bool
+    softmax_scale: float | None
+    window_size: tuple[int, int]
+    softcap: float
+    deterministic: bool
+    return_lse: bool
+    reduce_dtype: torch.dtype | None
+    kernel: str | None
+
+    def words(self) -> dict[str, str]:
+        return {name: str(value) for name, value in vars(self).items()}
+
+
+def _attend(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq: ShardedSequence,
+    kv_seq: ShardedSequence | None,
+    options: _Options,
+    tile: Tile | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    q, k, v = _autocast(q, k, v)
+    mesh = seq.mesh
+    error: Exception | None = None
+    try:
+        _check_options(kv_seq, options)
+        _check_tensors(q, k, v, seq)
+        local = _check_kernel(options, q)
+    except (ValueError, NotImplementedError) as failure:
+        error = failure
+    mesh.agreement.enter(name, _statement(q, k, v, seq, options), error)
+    call = _plan(mesh, seq, q, k, v, options, local, tile)
+    out, lse = _Attention.apply(q, k, v, mesh, call)  # type: ignore[no-untyped-call]
+    return (out, lse) if options.return_lse else out
+
+
+# torch.compile leaves the graph here and comes back after the call: tracing into it would bake in one
+# rank's plan.
+_attend._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast all three get its type, as PyTorch's own attention does."""
+    if q.dtype == torch.float64 or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    kind = torch.get_autocast_dtype(q.device.type)
+    return q.to(kind), k.to(kind), v.to(kind)
+
+
+def _check_options(kv_seq: ShardedSequence | None, options: _Options) -> None:
+    if kv_seq is not None:
+        raise NotImplementedError("kv_seq: attention to another sequence is not implemented yet")
+    if tuple(options.window_size) != (-1, -1):
+        raise NotImplementedError(
+            f"window_size={options.window_size}: sliding windows are not implemented yet; use (-1, -1)"
+        )
+    if options.softcap != 0.0:
+        raise NotImplementedError(f"softcap={options.softcap}: soft-capping is not implemented yet; use 0.0")
+    scale = options.softmax_scale
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"softmax_scale is {scale}: it must be positive and finite, or None for D ** -0.5")
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}: it must have 4 dims [batch, rows, heads, head size]"
+            )
+        if tensor.shape[1] != seq.rows:
+            hint = ""
+            if tensor.shape[1] == seq.seq_len:
+                hint = ": this is the whole sequence; pass seq.shard(tensor, dim=1)"
+            elif tensor.shape[2] == seq.rows:
+                hint = ": heads come after rows here; transpose dims 1 and 2"
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}: dim 1 must have the {seq.rows} rows of a shard of "
+                f"{seq!r}{hint}"
+            )
+        if tensor.dtype not in _FLOATS:
+            raise ValueError(
+                f"{name} is {tensor.dtype}: attention takes float64, float32, bfloat16 or float16"
+            )
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}: "
+                "all three must agree"
+            )
+        if tensor.shape[3] % _HEAD_DIM_STEP or tensor.shape[3] == 0:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}: the head size {tensor.shape[3]} must be a multiple of "
+                f"{_HEAD_DIM_STEP}; pad it with zeros and pass softmax_scale"
+            )
+    batch, _, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    if k.shape[0] != batch or v.shape[0] != batch:
+        raise ValueError(f"batch sizes differ: q {batch}, k {k.shape[0]}, v {v.shape[0]}")
+    if k.shape[3] != head_dim:
+        raise ValueError(
+            f"q has head size {head_dim} but k {k.shape[3]}: they are multiplied, so they must agree"
+        )
+    if v.shape[2] != kv_heads:
+        raise ValueError(f"k has {kv_heads} heads but v {v.shape[2]}: every key head has its own value head")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"q has {heads} heads and k {kv_heads}: the query heads must be a multiple of the key/value heads"
+        )
+
+
+def _check_kernel(options: _Options, q: Tensor) -> AttentionKernel:
+    local = get_kernel(options.kernel)
+    if options.deterministic and not local.deterministic:
+        raise ValueError(
+            f"kernel={local.name!r} is not bitwise deterministic: choose another one, "
+            "or pass deterministic=False"
+        )
+    exact = accumulator_dtype(q.dtype)
+    if options.reduce_dtype not in (None, q.dtype, exact):
+        raise ValueError(
+            f"reduce_dtype={options.reduce_dtype}: partial results travel as {exact} (the default) "
+            f"or as {q.dtype}"
+        )
+    return local
+
+
+def _statement(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence, options: _Options) -> dict[str, str]:
+    """What must be the same on all ranks."""
+    tensors = {
+        name: f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
+        + (" with grad" if tensor.requires_grad and torch.is_grad_enabled() else "")
+        for name, tensor in (("q", q), ("k", k), ("v", v))
+    }
+    return {"sequence": repr(seq), **tensors, **options.words()}
+
+
+def _plan(
+    mesh: AttentionMesh,
+    seq: ShardedSequence,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: _Options,
+    kernel: AttentionKernel,
+    tile: Tile | None,
+) -> engine.Call:
+    batch, rows, heads, head_dim = q.shape
+    exact = accumulator_dtype(q.dtype)
+    reduce_dtype = options.reduce_dtype or exact
+    shape = CallShape(
+        batch=batch,
+        rows=rows,
+        heads=heads,
+        kv_heads=k.shape[2],
+        head_dim=head_dim,
+        head_dim_v=v.shape[3],
+        itemsize=q.dtype.itemsize,
+        reduce_itemsize=reduce_dtype.itemsize,
+        acc_itemsize=exact.itemsize,
+        causal=options.causal,
+    )
+    tile = tile or mesh.tile_for(shape)
+    return engine.Call(
+        assignment=Assignment(tile),
+        rank=mesh.rank,
+        transports=dict.fromkeys(("row", "col"), mesh.connection.transport),
+        forward_list=build("forward", tile, costs("forward", shape)),
+        backward_list=build("backward", tile, costs("backward", shape)),
+        kernel=kernel,
+        intervals=partial(seq.block_intervals, MaskRule.build(causal=options.causal)),
+        batch=batch,
+        rows=rows,
+        heads=heads,
+        kv_heads=k.shape[2],
+        head_dim=head_dim,
+        head_dim_v=v.shape[3],
+        dtype=q.dtype,
+        accumulator_dtype=exact,
+        reduce_dtype=reduce_dtype,
+        softmax_scale=head_dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale),
+        device=q.device,
+    )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, mesh: AttentionMesh, call: engine.Call
+    ) -> tuple[Tensor, Tensor]:
+        try:
+            out, lse = engine.forward(call, q, k, v)
+        except TransportError as error:
+            raise mesh.explain(error) from error
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.mesh, ctx.call = mesh, call  # type: ignore[attr-defined]
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        try:
+            dq, dk, dv = engine.backward(ctx.call, q, k, v, out, lse, do)
+        except TransportError as error:
+            raise ctx.mesh.explain(error) from error
+        return dq, dk, dv, None, None

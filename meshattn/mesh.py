@@ -1,0 +1,159 @@
+"""The ranks that share a sequence, their tile and their connection.
+
+A mesh of P = a * b ranks gives rank i the tile row ``i // a`` and the tile column ``i % a``. The order of
+the ranks is that of the DeviceMesh, process group or list of ranks that it was built on.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from meshattn.agreement import Agreement, RankMismatchError
+from meshattn.layouts import LayoutKind
+from meshattn.plan.assignment import Assignment, Tile
+from meshattn.plan.cost import CallShape, choose_tile
+from meshattn.transport.base import Traffic, TransportError
+from meshattn.transport.connect import Connection, Group, connect
+
+if TYPE_CHECKING:
+    from meshattn.sequence import ShardedSequence
+
+DEFAULT_TIMEOUT = 600.0
+
+
+def init_attention_mesh(
+    group: Group | None = None,
+    *,
+    tile: str | tuple[int, int] | Tile = "auto",
+    heads: int = 1,
+    transport: str = "auto",
+    timeout: float | timedelta = DEFAULT_TIMEOUT,
+) -> AttentionMesh:
+    """Build the mesh of ranks over which one sequence is spread. Collective over ``group``, and over it
+    alone.
+
+    Args:
+        group: the ranks that share a sequence: a ProcessGroup, a DeviceMesh axis (coordinates follow its
+            order), a list of global ranks (in that order), a simulated group, or None for the default
+            group.
+        tile: (a, b) or "AxB": every rank computes a query chunks against b key/value chunks, a * b = P. (1,
+            P) is Ring-Attention. "auto" takes the tile that moves the least bytes, at the first call of
+            each shape.
+        heads: ranks of the head axis; only 1 so far.
+        transport: "p2p" (torch.distributed send and receive: gloo, NCCL), "threads" (simulated groups), or
+            "auto".
+        timeout: how long a rank waits for another, in seconds or as a timedelta.
+
+    Raises:
+        ValueError: on every rank alike, for a tile that does not multiply to P, an unknown transport or a
+            wrong group.
+        NotImplementedError: for ``heads`` other than 1.
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if seconds <= 0:
+        raise ValueError(f"timeout is {seconds:g} s: it must be positive")
+    connection = connect(group, transport, seconds)
+    agreement = Agreement(connection.store, connection.rank, connection.size, seconds)
+    chosen: Tile | None = None
+    error: Exception | None = None
+    try:
+        chosen = _tile(tile, connection.size)
+        if heads != 1:
+            raise NotImplementedError(f"heads={heads}: the head axis is not implemented yet; use heads=1")
+    except (ValueError, NotImplementedError) as failure:
+        error = failure
+    stated = {"tile": str(chosen or "auto"), "heads": str(heads), "transport": connection.transport.name}
+    agreement.enter("init_attention_mesh", stated, error)
+    return AttentionMesh(connection, agreement, chosen)
+
+
+class AttentionMesh:
+    """One rank's view of the mesh. Build it with ``init_attention_mesh``."""
+
+    def __init__(self, connection: Connection, agreement: Agreement, tile: Tile | None) -> None:
+        self.rank = connection.rank
+        self.size = connection.size
+        self.tile = tile
+        self.agreement = agreement
+        self.connection = connection
+
+    def sequence(
+        self, seq_len: int, *, layout: LayoutKind = "striped", cu_seqlens: object = None
+    ) -> ShardedSequence:
+        """How a sequence of ``seq_len`` tokens is spread over the mesh.
+
+        Args:
+            seq_len: global length S, any number from 1 on; it need not divide by anything.
+            layout: "striped" (token t on rank t mod P: causal work is balanced), "zigzag" or "contiguous".
+            cu_seqlens: packed documents; not implemented yet.
+        """
+        from meshattn.sequence import ShardedSequence
+
+        if cu_seqlens is not None:
+            raise NotImplementedError(
+                "cu_seqlens: packed documents are not implemented yet; give each document its own sequence"
+            )
+        return ShardedSequence(self, seq_len, layout)
+
+    def tile_for(self, shape: CallShape) -> Tile:
+        """The tile of a call: the mesh's own, or for "auto" the one that moves the least bytes."""
+        return self.tile or _least_bytes(self.size, shape)
+
+    def coordinates(self, tile: Tile | None = None) -> tuple[int, int]:
+        """(tile row, tile column) of this rank."""
+        tile = tile or self.tile
+        if tile is None:
+            raise ValueError("the tile is 'auto': coordinates depend on the shape of the call; pass a tile")
+        assignment = Assignment(tile)
+        return assignment.row_index(self.rank), assignment.col_index(self.rank)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes and messages of this rank so far, by phase, axis and flow: ``records()`` and ``reset()``."""
+        return self.connection.transport.traffic
+
+    def describe(self) -> str:
+        """Ranks, tile and transport in words."""
+        if self.tile is None:
+            tile = "tile auto: the fewest bytes for each shape"
+        else:
+            tile = (
+                f"tile {self.tile}: every rank computes {self.tile.a} query by {self.tile.b} key/value chunks"
+            )
+        return (
+            f"AttentionMesh of {self.size} ranks {list(self.connection.names)}, this is rank {self.rank}; "
+            f"{tile}; transport {self.connection.transport.name} ({self.connection.reason})"
+        )
+
+    def explain(self, error: TransportError) -> Exception:
+        """What to raise after a failed transfer: who called with other arguments, if that was the cause."""
+        blamed = self.agreement.blame()
+        return error if blamed is None else RankMismatchError(f"{blamed} (noticed in {error})")
+
+    def close(self) -> None:
+        """Give back the connection. Collective; the mesh cannot be used afterwards."""
+        self.connection.transport.close()
+
+
+def _tile(tile: str | tuple[int, int] | Tile, ranks: int) -> Tile | None:
+    if tile == "auto":
+        return None
+    if isinstance(tile, str):
+        tile = Tile.parse(tile)
+    elif not isinstance(tile, Tile):
+        if len(tile) != 2:
+            raise ValueError(f"tile {tile}: give two whole numbers (a, b), or text such as '2x4'")
+        tile = Tile(*tile)
+    if tile.ranks != ranks:
+        fitting = ", ".join(f"{a}x{ranks // a}" for a in range(1, ranks + 1) if ranks % a == 0)
+        raise ValueError(
+            f"tile {tile} needs {tile.ranks} ranks but the mesh has {ranks}: use one of {fitting}"
+        )
+    return tile
+
+
+@lru_cache(maxsize=256)
+def _least_bytes(ranks: int, shape: CallShape) -> Tile:
+    return choose_tile(ranks, shape)

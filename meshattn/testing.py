@@ -1,0 +1,153 @@
+"""Run a function on all ranks of a group, in this process or in several: for our tests and for users'."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from meshattn.transport.base import TransportError
+from meshattn.transport.threads import SimulatedGroup, SimulatedWorld
+
+Result = TypeVar("Result")
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message holds its traceback."""
+
+
+def run_ranks(
+    ranks: int,
+    fn: Callable[[Any], Result],
+    backend: Literal["threads", "gloo"] = "threads",
+    *,
+    timeout: float = 60.0,
+    return_exceptions: bool = False,
+) -> list[Result]:
+    """Call ``fn(group)`` on every rank and return the results in rank order.
+
+    Args:
+        ranks: size of the group.
+        fn: any callable, closures too; under "gloo" its result must be picklable (tensors are).
+        backend: "threads" simulates the group in this process; "gloo" forks one process a rank and passes
+            the default group.
+        timeout: seconds for the whole run, and for every wait of the gloo group.
+        return_exceptions: put exceptions into the list instead of raising the first one that is not the
+            echo of another rank's failure; a rank that died gives a RankError.
+    """
+    if backend == "threads":
+        results = _run_threads(ranks, fn, timeout)
+    elif backend == "gloo":
+        results = _run_processes(ranks, fn, timeout)
+    else:
+        raise ValueError(f"backend={backend!r} is unknown: use 'threads' or 'gloo'")
+    if not return_exceptions:
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            raise next(
+                (failure for failure in failures if not isinstance(failure, TransportError)), failures[0]
+            )
+    return results
+
+
+def _run_threads(ranks: int, fn: Callable[[SimulatedGroup], Any], timeout: float) -> list[Any]:
+    world = SimulatedWorld(ranks)
+    results: list[Any] = [RankError("the rank did not finish in time") for _ in range(ranks)]
+
+    def run(group: SimulatedGroup) -> None:
+        try:
+            # Autograd would otherwise run all ranks' GPU backward passes on one thread, where they wait for
+            # each other.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[group.rank] = fn(group)
+        except BaseException as error:
+            results[group.rank] = error
+            world.abort(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=run, args=(group,), daemon=True) for group in world.groups()]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    world.abort("the run has ended")
+    return results
+
+
+def _run_processes(ranks: int, fn: Callable[[Any], Any], timeout: float) -> list[Any]:
+    # The parent hosts the store, so that it outlives every rank.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for rank in range(ranks):
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_child, args=(theirs, store.port, rank, ranks, fn, timeout), daemon=True
+        )
+        process.start()
+        theirs.close()
+        pipes.append(mine)
+        processes.append(process)
+    results = _collect(pipes, timeout)
+    for process in processes:
+        process.join(1.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return results
+
+
+def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+    results: list[Any] = [RankError("the rank did not finish in time") for _ in pipes]
+    open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
+    deadline = time.monotonic() + timeout
+    while open_pipes:
+        ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = open_pipes.pop(pipe)
+            try:
+                results[rank] = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+            except EOFError:
+                results[rank] = RankError(f"rank {rank} died without an answer")
+    return results
+
+
+def _child(
+    pipe: Connection, port: int, rank: int, ranks: int, fn: Callable[[Any], Any], timeout: float
+) -> None:
+    torch.set_num_threads(1)  # before anything else: OpenMP's threads did not survive the fork
+    result: Any
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=TCPStore("127.0.0.1", port, is_master=False),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=timeout),
+        )
+        result = fn(dist.group.WORLD)
+    except BaseException as error:
+        print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr)
+        result = error
+    answer = io.BytesIO()
+    try:
+        torch.save(result, answer)
+    except Exception as error:
+        answer = io.BytesIO()
+        torch.save(RankError(f"rank {rank}: the result cannot be sent back: {error}"), answer)
+    pipe.send_bytes(answer.getvalue())
+    pipe.close()

@@ -1,0 +1,109 @@
+"""From what a user calls a group to a connection between its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshattn.transport.base import Transport
+from meshattn.transport.p2p import P2PTransport
+from meshattn.transport.threads import SimulatedGroup, ThreadTransport
+
+Group = dist.ProcessGroup | DeviceMesh | SimulatedGroup | Sequence[int]
+TRANSPORTS = ("auto", "p2p", "threads")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The ranks of one mesh as one of them sees them: 0 to size - 1 in mesh order."""
+
+    rank: int
+    size: int
+    names: tuple[int, ...]  # what each mesh rank is called outside: its global rank
+    transport: Transport
+    store: Store
+    reason: str  # why this transport
+
+
+def connect(group: Group | None, transport: str, timeout: float) -> Connection:
+    """Open a connection of its own between the ranks of `group`. Collective, and inside that group only."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport={transport!r} is unknown: choose one of {', '.join(TRANSPORTS)}")
+    if isinstance(group, SimulatedGroup):
+        return _simulated(group, transport, timeout)
+    if transport == "threads":
+        raise ValueError(
+            "transport='threads' needs a simulated group (meshattn.testing.run_ranks); "
+            "for a process group use 'p2p'"
+        )
+    ranks = _global_ranks(group)
+    data = dist.new_group(
+        sorted(ranks),
+        timeout=timedelta(seconds=timeout),
+        use_local_synchronization=True,
+        group_desc="meshattn",
+    )
+    assert isinstance(data, dist.ProcessGroup)
+    return Connection(
+        rank=ranks.index(dist.get_rank()),
+        size=len(ranks),
+        names=ranks,
+        transport=P2PTransport(data, [dist.get_group_rank(data, rank) for rank in ranks]),
+        store=PrefixStore("meshattn", dist.distributed_c10d._get_process_group_store(data)),
+        reason="the only transport between processes so far" if transport == "auto" else "asked for",
+    )
+
+
+def _simulated(group: SimulatedGroup, transport: str, timeout: float) -> Connection:
+    if transport == "p2p":
+        raise ValueError("transport='p2p' needs a process group; a simulated group has transport='threads'")
+    opened = group.next_connection()
+    return Connection(
+        rank=group.rank,
+        size=group.size,
+        names=tuple(range(group.size)),
+        transport=ThreadTransport(group, opened, timeout),
+        store=PrefixStore(f"meshattn/{opened}", group.world.store),
+        reason="the group is simulated in one process",
+    )
+
+
+def _global_ranks(group: dist.ProcessGroup | DeviceMesh | Sequence[int] | None) -> tuple[int, ...]:
+    """Global ranks in mesh order: the order of the DeviceMesh or of the list that was given."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "there is no process group: start the program with torchrun and call "
+            "torch.distributed.init_process_group() before init_attention_mesh()"
+        )
+    if group is None:
+        return tuple(range(dist.get_world_size()))
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"the DeviceMesh has {group.ndim} axes {group.mesh_dim_names}: pass the one axis that shares "
+                "a sequence, as in device_mesh['cp']"
+            )
+        ranks = tuple(int(rank) for rank in group.mesh.flatten().tolist())
+    elif isinstance(group, dist.ProcessGroup):
+        ranks = tuple(dist.get_process_group_ranks(group))
+    elif isinstance(group, Sequence) and not isinstance(group, str):
+        ranks = tuple(group)
+        if len(set(ranks)) != len(ranks) or not all(0 <= rank < dist.get_world_size() for rank in ranks):
+            raise ValueError(
+                f"group={list(ranks)} must list different ranks of the {dist.get_world_size()} that there are"
+            )
+    else:
+        raise ValueError(
+            f"group is a {type(group).__name__}: pass a ProcessGroup, a DeviceMesh axis, a list of global "
+            "ranks, or None for the default group"
+        )
+    if dist.get_rank() not in ranks:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the group {list(ranks)}: only its members may build the mesh"
+        )
+    return ranks
