@@ -14,7 +14,7 @@ from meshattn.agreement import Agreement, RankMismatchError
 from meshattn.layouts import LayoutKind
 from meshattn.plan.assignment import Assignment, Tile
 from meshattn.plan.cost import CallShape, choose_tile
-from meshattn.transport.base import Traffic, TransportError
+from meshattn.transport.base import TrafficRecord, TransportError
 from meshattn.transport.connect import Connection, Group, connect
 
 if TYPE_CHECKING:
@@ -109,10 +109,13 @@ class AttentionMesh:
         assignment = Assignment(tile)
         return assignment.row_index(self.rank), assignment.col_index(self.rank)
 
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes and messages of this rank so far, by phase, axis and flow: ``records()`` and ``reset()``."""
-        return self.connection.transport.traffic
+    def traffic(self) -> tuple[TrafficRecord, ...]:
+        """Bytes and messages that this rank has sent and received, by phase, axis and flow."""
+        return self.connection.transport.traffic.records()
+
+    def reset_traffic(self) -> None:
+        """Count from zero again."""
+        self.connection.transport.traffic.reset()
 
     def describe(self) -> str:
         """Ranks, tile and transport in words."""
