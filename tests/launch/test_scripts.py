@@ -1,0 +1,139 @@
+"""The scripts: valid shell, options that fit together, and errors that are said once and stop every rank."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import options
+import ranks
+
+LAUNCH = Path(options.__file__).parent
+SHELL = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
+
+
+def bash(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", *arguments], input=text, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
+def test_shell_scripts_parse(script: Path) -> None:
+    assert bash("-n", str(script)).stderr == ""
+
+
+@pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
+def test_commands_in_their_comments_parse_and_take_our_options(script: Path) -> None:
+    starts = ("torchrun ", "launch/local.sh ", "mkdir ")
+    lines = [line.lstrip("# ") for line in script.read_text().splitlines() if line.startswith("#     ")]
+    commands = [line for line in lines if line.startswith(starts)]
+    assert commands == lines
+    for command in commands:
+        assert bash("-n", text=command).stderr == ""
+        parsed = options.parse(["--attention", *command.partition("--attention ")[2].split()])
+        assert options.choose_tile(parsed, 4 if "local.sh" in command else 16) == parsed.tile
+
+
+def test_both_launchers_are_there() -> None:
+    assert {script.name for script in SHELL} == {"local.sh", "slurm.sbatch"}
+
+
+@pytest.mark.parametrize("arguments", [[], ["0"], ["mesh"], ["--attention", "mesh"]])
+def test_local_needs_a_number_of_ranks(arguments: list[str]) -> None:
+    done = bash(str(LAUNCH / "local.sh"), *arguments)
+    assert (done.returncode, "usage: launch/local.sh RANKS" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_ranks", "tile"),
+    [
+        (["--attention", "mesh"], 6, "auto"),
+        (["--attention", "mesh", "--tile", "2x3"], 6, "2x3"),
+        (["--attention", "ring"], 6, "1x6"),
+        (["--attention", "ring", "--tile", "1x6"], 6, "1x6"),
+        (["--attention", "single"], 1, "1x1"),
+    ],
+)
+def test_tile_of_a_run(arguments: list[str], num_ranks: int, tile: str) -> None:
+    assert options.choose_tile(options.parse(arguments), num_ranks) == tile
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tile", "2x2"], "--tile 2x2 needs 4 ranks, but there are 6; tiles of 6: 1x6, 2x3, 3x2, 6x1"),
+        (["--tile", "wide"], "tile 'wide'"),
+        (["--attention", "ring", "--tile", "2x3"], "is the tile 1x6, not 2x3"),
+        (["--attention", "single"], "runs on one rank, but there are 6"),
+    ],
+)
+def test_tiles_that_do_not_fit_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        options.choose_tile(options.parse(arguments), 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seq-len", "0"], "--seq-len is 0; it must be positive"),
+        (["--seq-len", "1"], "no next token"),
+        (["--warmup", "-1"], "--warmup is -1; it must not be negative"),
+        (["--dim", "100", "--heads", "3"], "dim 100 is not a multiple of heads 3"),
+        (["--dim", "48", "--heads", "4"], "head size must be a multiple of 8"),
+        (["--kv-heads", "3"], "heads 4 is not a multiple of kv_heads 3"),
+        (["--attention", "tree"], "invalid choice: 'tree'"),
+    ],
+)
+def test_wrong_options_end_with_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        options.parse(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        options.parse(arguments, speaks=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_cuda_is_not_promised_where_there_is_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert str(ranks.choose_device("auto", 1, 2)[0]) == "cuda:1"
+    assert ranks.choose_device("auto", 1, 3)[1] == "gloo on the CPU, as this machine has 2 GPUs for 3 ranks"
+    assert str(ranks.choose_device("cpu", 0, 1)[0]) == "cpu"
+    with pytest.raises(ValueError, match="3 ranks on this machine, but it has 2 GPUs"):
+        ranks.choose_device("cuda", 0, 3)
+
+
+def test_a_problem_of_one_rank_names_it_and_other_files_are_found() -> None:
+    assert ranks.explain([(None, "same"), (None, "same")]) is None
+    assert ranks.explain([("gone", ""), ("gone", "")]) == "gone"
+    assert ranks.explain([(None, "same"), ("gone", "")]) == "gone (rank 1 of 2)"
+    assert "rank 1 has 5 bytes, rank 0 has 6 bytes" in str(
+        ranks.explain([(None, "6 bytes"), (None, "5 bytes")])
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "arguments", "message"),
+    [
+        (2, ["--data", "/nowhere/at/all"], "--data /nowhere/at/all: no such file or folder"),
+        (1, ["--seq-len", "1000000", "--data", __file__], "but a window is 1000000 bytes"),
+    ],
+    ids=["missing-P2", "too-little-P1"],
+)
+def test_train_says_what_is_wrong_once_and_ends(num_ranks: int, arguments: list[str], message: str) -> None:
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(LAUNCH / "train.py")]
+    if num_ranks > 1:
+        command = ["bash", str(LAUNCH / "local.sh"), str(num_ranks)]
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=100, env=environment
+    )
+    assert done.returncode != 0
+    if num_ranks == 1:
+        assert done.returncode == 2
+    assert done.stderr.count("train.py: error:") == 1
+    assert done.stderr.count(message) == 1
