@@ -124,6 +124,8 @@ class _Options:
         return {name: str(value) for name, value in vars(self).items()}
 
 
+# torch.compile leaves the graph here and comes back after the call: exchanges cannot be traced.
+@torch.compiler.disable
 def _attend(
     name: str,
     q: Tensor,
