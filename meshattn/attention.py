@@ -79,7 +79,9 @@ def mesh_attention(
     options = _Options(
         causal, softmax_scale, window_size, softcap, deterministic, return_lse, reduce_dtype, kernel
     )
-    return _attend("mesh_attention", q, k, v, seq, kv_seq, options, None)
+    result: Tensor | tuple[Tensor, Tensor]
+    result = _attend("mesh_attention", q, k, v, seq, kv_seq, options, None)
+    return result
 
 
 def ring_attention(
@@ -106,7 +108,9 @@ def ring_attention(
     options = _Options(
         causal, softmax_scale, window_size, softcap, deterministic, return_lse, reduce_dtype, kernel
     )
-    return _attend("ring_attention", q, k, v, seq, kv_seq, options, Tile(1, seq.mesh.size))
+    result: Tensor | tuple[Tensor, Tensor]
+    result = _attend("ring_attention", q, k, v, seq, kv_seq, options, Tile(1, seq.mesh.size))
+    return result
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class _Options:
 
 
 # torch.compile leaves the graph here and comes back after the call: exchanges cannot be traced.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(
     name: str,
     q: Tensor,
@@ -149,11 +153,6 @@ def _attend(
     call = _plan(mesh, seq, q, k, v, options, local, tile)
     out, lse = _Attention.apply(q, k, v, mesh, call)  # type: ignore[no-untyped-call]
     return (out, lse) if options.return_lse else out
-
-
-# torch.compile leaves the graph here and comes back after the call: tracing into it would bake in one
-# rank's plan.
-_attend._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
