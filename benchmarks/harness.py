@@ -1,0 +1,124 @@
+"""What all benchmarks share: the machine they ran on, statistics of repeats, records, and the report."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+REPORTS = Path(__file__).parent / "reports"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and with what a benchmark ran."""
+
+    device: str
+    versions: str
+    commit: str
+    day: str
+
+    @staticmethod
+    def here() -> Machine:
+        if torch.cuda.is_available():
+            device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        else:
+            device = f"CPU, {torch.get_num_threads()} thread(s) a rank, {platform.machine()}"
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": _triton()}
+        return Machine(
+            device=device,
+            versions=", ".join(f"{name} {version}" for name, version in versions.items() if version),
+            commit=_commit(),
+            day=date.today().isoformat(),
+        )
+
+    def describe(self) -> str:
+        return f"{self.device}; {self.versions}; commit {self.commit}; {self.day}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of repeated runs: the median, and how far the middle three fifths reach."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(milliseconds: Sequence[float]) -> Timing:
+        ordered = sorted(milliseconds)
+        last = len(ordered) - 1
+        return Timing(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)])
+
+    @property
+    def spread(self) -> float:
+        """Width of the middle three fifths, relative to the median."""
+        return (self.high - self.low) / self.median
+
+    def __str__(self) -> str:
+        return f"{self.median:.1f} ({self.low:.1f}-{self.high:.1f})"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One figure; `ratio` compares `ours` with `peer`, the same figure of the named other."""
+
+    benchmark: str
+    case: str
+    metric: str
+    ours: float
+    peer: str | None = None
+    ratio: float | None = None
+    spread: float | None = None
+
+
+def write(name: str, machine: Machine, records: Iterable[Record], report: str, folder: Path) -> Path:
+    """Write the records as JSON lines beside the Markdown report; returns the path of the report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    where = {
+        "device": machine.device,
+        "versions": machine.versions,
+        "commit": machine.commit,
+        "date": machine.day,
+    }
+    stem = folder / f"{machine.day}-{name}"
+    lines = [json.dumps({**asdict(record), **where}) for record in records]
+    stem.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")
+    path = stem.with_suffix(".md")
+    path.write_text(report)
+    return path
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table that also reads well in a terminal."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def _triton() -> str:
+    try:
+        import triton
+    except ImportError:
+        return ""
+    return str(triton.__version__)
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
