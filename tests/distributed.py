@@ -1,0 +1,204 @@
+"""The one harness of the distributed tests: run cases on every rank of a group, put the results together.
+
+Padding rows of all inputs hold NaN, so that a row which is read although it is padding shows in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import meshattn as ma
+from cases import Inputs, Results, Shape, dense, make_inputs
+from meshattn.layouts import Layout, LayoutKind
+from meshattn.mesh import AttentionMesh
+from meshattn.plan.assignment import Tile
+from meshattn.testing import run_ranks
+from tolerance import assert_close
+
+Backend = Literal["threads", "gloo"]
+LAYOUTS: tuple[LayoutKind, ...] = ("striped", "zigzag", "contiguous")
+SMALL = Shape(B=1, S=0, H=2, H_kv=1, D=8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of ``mesh_attention`` (or ``ring_attention``) and its backward pass; printed, it is a test id."""
+
+    tile: Tile
+    shape: Shape
+    layout: LayoutKind = "striped"
+    causal: bool = True
+    dtype: torch.dtype = torch.float64
+    reduce_dtype: torch.dtype | None = None
+    softmax_scale: float | None = None
+    ring: bool = False
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.tile.ranks
+
+    @property
+    def chunks(self) -> Layout:
+        """Which tokens each rank holds."""
+        return Layout(self.layout, self.shape.S, self.ranks, -(-self.shape.S // self.ranks))
+
+    def __str__(self) -> str:
+        words = [f"P{self.ranks}", str(self.tile), self.layout, "causal" if self.causal else "full"]
+        words.append(str(self.shape))
+        if self.dtype != torch.float64:
+            words.append(_name(self.dtype))
+        if self.reduce_dtype is not None:
+            words.append(f"reduce-{_name(self.reduce_dtype)}")
+        if self.softmax_scale is not None:
+            words.append(f"scale{self.softmax_scale:g}")
+        return "-".join([*words, "ring"] if self.ring else words)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def with_length(shape: Shape, seq_len: int) -> Shape:
+    """The same sizes for another sequence length."""
+    return Shape(shape.B, seq_len, shape.H, shape.H_kv, shape.D, shape.D_v)
+
+
+@lru_cache(maxsize=64)
+def inputs_of(case_shape: Shape, dtype: torch.dtype, seed: int) -> Inputs:
+    return make_inputs(case_shape, dtype, seed)
+
+
+@lru_cache(maxsize=64)
+def _dense(
+    shape: Shape, made: torch.dtype, seed: int, computed: torch.dtype, causal: bool, scale: Any
+) -> Results:
+    return dense(inputs_of(shape, made, seed), computed, causal=causal, softmax_scale=scale)
+
+
+def oracle(case: Case) -> Results:
+    """Dense attention in float64 on the numbers of the case."""
+    return _dense(case.shape, case.dtype, case.seed, torch.float64, case.causal, case.softmax_scale)
+
+
+def eager(case: Case) -> Results:
+    """Dense attention in the type of the case."""
+    return _dense(case.shape, case.dtype, case.seed, case.dtype, case.causal, case.softmax_scale)
+
+
+def local_rows(case: Case, rank: int, tensor: Tensor) -> Tensor:
+    """The rows [B, L, ..] of a rank, NaN in its padding rows. Does without ``ShardedSequence``."""
+    layout = case.chunks
+    real = layout.rows_in(rank)
+    rows = tensor.new_full((tensor.shape[0], layout.rows, *tensor.shape[2:]), float("nan"))
+    rows[:, :real] = tensor[:, list(layout.positions(rank))[:real]]
+    return rows
+
+
+def run_case(mesh: AttentionMesh, case: Case, **options: Any) -> Results:
+    """One rank's share of a case, forward and backward: tensors of L rows."""
+    seq = mesh.sequence(case.shape.S, layout=case.layout)
+    inputs = inputs_of(case.shape, case.dtype, case.seed)
+    q, k, v, do = (local_rows(case, mesh.rank, x) for x in inputs)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    call = ma.ring_attention if case.ring else ma.mesh_attention
+    answer = call(
+        q,
+        k,
+        v,
+        seq,
+        causal=case.causal,
+        softmax_scale=case.softmax_scale,
+        reduce_dtype=case.reduce_dtype,
+        return_lse=True,
+        **options,
+    )
+    assert isinstance(answer, tuple)
+    out, lse = answer
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
+    return Results(out.detach(), lse, dq, dk, dv)
+
+
+def run_cases(
+    cases: Sequence[Case], backend: Backend = "threads", *, timeout: float = 100.0
+) -> list[list[Results]]:
+    """Run cases of one P in one group, a mesh for each tile. Returns per case the results of all ranks."""
+    (ranks,) = {case.ranks for case in cases}
+    for case in cases:  # made here, not once in every rank
+        inputs_of(case.shape, case.dtype, case.seed)
+
+    def on_rank(group: Any) -> list[Results]:
+        meshes = {
+            tile: ma.init_attention_mesh(group, tile=tile, timeout=timeout)
+            for tile in sorted({case.tile for case in cases})
+        }
+        return [run_case(meshes[case.tile], case) for case in cases]
+
+    by_rank = run_ranks(ranks, on_rank, backend, timeout=timeout)
+    return [[results[number] for results in by_rank] for number in range(len(cases))]
+
+
+def assemble(case: Case, by_rank: Sequence[Results]) -> Results:
+    """The global tensors of a case from its ranks' rows, which must hold 0 (lse: -inf) in their padding."""
+    layout, shape = case.chunks, case.shape
+    heads = {"out": shape.H, "dq": shape.H, "dk": shape.H_kv, "dv": shape.H_kv}
+    sizes = {"out": shape.head_dim_v, "dq": shape.D, "dk": shape.D, "dv": shape.head_dim_v}
+    whole = {
+        name: torch.full((shape.B, shape.S, heads[name], sizes[name]), float("nan"), dtype=case.dtype)
+        for name in heads
+    }
+    exact = torch.float64 if case.dtype == torch.float64 else torch.float32
+    whole["lse"] = torch.full((shape.B, shape.H, shape.S), float("nan"), dtype=exact)
+    assert len(by_rank) == case.ranks
+    for rank, results in enumerate(by_rank):
+        real = layout.rows_in(rank)
+        positions = list(layout.positions(rank))[:real]
+        for name, tensor in results._asdict().items():
+            rows, padding = (2, float("-inf")) if name == "lse" else (1, 0.0)
+            assert tensor.dtype == whole[name].dtype, f"{name} of rank {rank} is {tensor.dtype}"
+            assert tensor.shape[rows] == layout.rows, f"{name} of rank {rank} is {list(tensor.shape)}"
+            padded = tensor.narrow(rows, real, layout.rows - real)
+            assert torch.equal(padded, torch.full_like(padded, padding)), (
+                f"{case}: padding rows of {name} on rank {rank} must be {padding}"
+            )
+            whole[name].index_copy_(
+                rows,
+                torch.tensor(positions, dtype=torch.int64),
+                tensor[:, :real] if rows == 1 else tensor[:, :, :real],
+            )
+    return Results(**whole)
+
+
+def assert_equals_oracle(case: Case, by_rank: Sequence[Results]) -> None:
+    """All five results on every rank and head: 1e-12 in float64, else by the rule of ``tolerance``."""
+    whole, exact = assemble(case, by_rank), oracle(case)
+    rounded = None if case.dtype == torch.float64 else eager(case)
+    for name in Results._fields:
+        assert_close(
+            f"{case}: {name}",
+            getattr(whole, name),
+            getattr(exact, name),
+            None if rounded is None else getattr(rounded, name),
+        )
+
+
+def check_cases(cases: Sequence[Case], backend: Backend = "threads", *, timeout: float = 100.0) -> None:
+    """Run cases of one P and hold each against the oracle."""
+    for case, by_rank in zip(cases, run_cases(cases, backend, timeout=timeout), strict=True):
+        assert_equals_oracle(case, by_rank)
+
+
+def assert_same_bits(by_rank: Sequence[Results], others: Sequence[Results]) -> None:
+    """Two runs gave the same bits on every rank."""
+    assert len(by_rank) == len(others)
+    for rank, (mine, theirs) in enumerate(zip(by_rank, others, strict=True)):
+        for name, x, y in zip(Results._fields, mine, theirs, strict=True):
+            assert x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)), (
+                f"{name} of rank {rank} has other bits"
+            )
