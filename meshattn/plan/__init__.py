@@ -1,6 +1,7 @@
 """Plans: who computes what, in which order, and what it costs. Pure integers; no tensors, no torch."""
 
 from .assignment import Assignment, Axis, Tile, tiles
+from .bound import lower_bound, tight_bound
 from .check import check
 from .cost import (
     CallShape,
@@ -8,7 +9,6 @@ from .cost import (
     Traffic,
     choose_tile,
     costs,
-    lower_bound,
     memory,
     num_hops,
     payload_bytes,
@@ -47,6 +47,7 @@ __all__ = [
     "num_hops",
     "payload_bytes",
     "peak_memory",
+    "tight_bound",
     "tiles",
     "total_bytes",
     "traffic",

@@ -1,9 +1,9 @@
 """Who computes what: the assignment matrix of Mesh-Attention, its groups and its rings.
 
-P = a * b ranks share one sequence, cut into P chunks; rank i owns query chunk i and key/value chunk i. A tile (a, b) gives
-every rank a query chunks times b key/value chunks to compute. Rank i sits in tile row ``i // a`` and tile column ``i % a``;
-its own chunk lies in both its sets (the local Q-KV property), so a - 1 query and b - 1 key/value chunks are fetched. The
-tile (1, P) is Ring-Attention. Source: arXiv 2512.20968, section on the assignment matrix.
+P = a * b ranks share one sequence, cut into P chunks; rank i owns query chunk i and key/value chunk i. A tile
+(a, b) gives every rank a query chunks times b key/value chunks to compute. Rank i sits in tile row ``i // a``
+and tile column ``i % a``; its own chunk lies in both its sets (the local Q-KV property), so a-1 query and b-1
+key/value chunks are fetched. The tile (1, P) is Ring-Attention. Source: arXiv 2512.20968 (assignment matrix).
 """
 
 from __future__ import annotations
@@ -111,9 +111,10 @@ class Assignment:
         return self.query_chunk(i, offset) if axis == "row" else self.key_chunk(i, offset)
 
     def picture(self) -> str:
-        """The matrix for a terminal: a line per query chunk, a cell per key/value chunk, the computing rank in it.
+        """The matrix for a terminal: one line a query chunk, one cell a key/value chunk.
 
-        Own blocks (p, p) stand in brackets; lines separate the tile rows.
+        A cell names the rank that computes the block; own blocks (p, p) stand in brackets, rules part the
+        tile rows.
         """
         width = len(str(self.ranks - 1))
         chunks = range(self.ranks)
@@ -123,7 +124,9 @@ class Assignment:
         for p in chunks:
             if p and p % self.tile.a == 0:
                 lines.append(rule)
-            cells = (f"[{r:>{width}}]" if p == q else f" {r:>{width}} " for q, r in enumerate(self.matrix_row(p)))
+            cells = (
+                f"[{r:>{width}}]" if p == q else f" {r:>{width}} " for q, r in enumerate(self.matrix_row(p))
+            )
             lines.append((f"  Q{p:<{width}} |" + "".join(cells)).rstrip())
         return "\n".join(lines)
 
@@ -132,7 +135,7 @@ class Assignment:
         return tuple(self.owner(p, q) for q in range(self.ranks))
 
     def check(self) -> None:
-        """Assert that the ranks' tiles cover all blocks once, agree with ``owner`` and hold their own chunks."""
+        """Assert that tiles cover all blocks once, agree with ``owner`` and hold their ranks' own chunks."""
         seen: set[tuple[int, int]] = set()
         for i in range(self.ranks):
             queries = {self.query_chunk(i, k) for k in range(self.tile.a)}

@@ -1,13 +1,15 @@
 """Proof that a step list is right, by running it for all ranks on chunk numbers instead of tensors.
 
-The checker shares nothing with the builder but the assignment matrix and the meaning of a step. It lets every transfer
-arrive as early as possible (its receive slot changes hands at the start) and as late as possible (its data may be read
-only after the wait), so what it accepts is right for any timing between the two.
+The checker shares nothing with the builder but the assignment matrix and the meaning of a step. It lets every
+transfer arrive as early as possible (its receive slot changes hands at the start) and as late as possible
+(its data may be read only after the wait), so what it accepts is right for any timing between the two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from .assignment import Assignment, Axis
 from .schedule import AXIS, INWARD, Block, Merge, Payload, Schedule, Slots, Transfer, payloads
@@ -15,7 +17,7 @@ from .schedule import AXIS, INWARD, Block, Merge, Payload, Schedule, Slots, Tran
 
 @dataclass
 class _Accumulator:
-    """What an accumulator slot holds: a line, the chunks that went into it (bits), and how it is being used."""
+    """What an accumulator slot holds: a line, the chunks that went into it as bits, and its use."""
 
     line: int  # local number
     parts: int = 0
@@ -25,30 +27,22 @@ class _Accumulator:
 
 @dataclass
 class _Rank:
-    """Slots of one rank. A chunk slot holds a global chunk number, a receive slot a set of chunks (bits)."""
+    """Slots of one rank, keyed by (axis, slot). A chunk slot holds a global chunk number."""
 
     number: int
     chunks: dict[tuple[Axis, int], int] = field(default_factory=dict)
     accs: dict[tuple[Axis, int], _Accumulator] = field(default_factory=dict)
-    partials: dict[tuple[Axis, int], int] = field(default_factory=dict)
+    partials: dict[tuple[Axis, int], int] = field(default_factory=dict)  # contributions received, as bits
     computed: set[tuple[int, int]] = field(default_factory=set)
 
 
-@dataclass
-class _Flight:
-    """A transfer from its start to its wait."""
-
-    transfer: Transfer
-    step: int
-
-
 def check(schedule: Schedule) -> None:
-    """Prove a list for every rank of its tile; AssertionError that says what is wrong, and where, if it is not right.
+    """Prove a list for every rank of its tile; AssertionError that says what is wrong, and in which step.
 
-    Each block once and by its owner; sends and receives match pairwise on all ranks; nothing is read before it was
-    waited for; no slot is overwritten while it is read, sent or still needed, also on the receiver's side; every row
-    and, backward, every column ends complete on its owner with each contribution once; each transfer is waited for
-    once; the slots are those of ``Slots.of``.
+    Each block once and by its owner; sends and receives match pairwise on all ranks; nothing is read before
+    it was waited for; no slot is overwritten while it is read, sent or still needed, also on the receiver's
+    side; every row and, backward, every column ends complete on its owner with each contribution once; each
+    transfer is waited for once; the slots are those of ``Slots.of``.
     """
     _Checker(schedule).run()
 
@@ -58,254 +52,249 @@ class _Checker:
         self.schedule = schedule
         self.tile = schedule.tile
         self.assignment = Assignment(schedule.tile)
-        self.inward: dict[Axis, Payload] = {}
-        self.outward: dict[Axis, Payload] = {}
-        for payload in payloads(schedule.direction):
-            (self.inward if payload in INWARD else self.outward)[AXIS[payload]] = payload
+        names = payloads(schedule.direction)
+        self.inward: dict[Axis, Payload] = {AXIS[p]: p for p in names if p in INWARD}
+        self.outward: dict[Axis, Payload] = {AXIS[p]: p for p in names if p not in INWARD}
         self.ranks = [_Rank(i) for i in range(self.tile.ranks)]
         for rank in self.ranks:
             rank.chunks["row", 0] = rank.chunks["col", 0] = rank.number
         self.step = 0
-        self.flights: dict[int, _Flight] = {}
+        self.started: list[Transfer] = []
+        self.by_index: dict[tuple[Payload, int], Transfer] = {}
+        self.hops: dict[Payload, int] = dict.fromkeys(names, 0)
         self.waited: set[int] = set()
         self.merged: set[int] = set()
-        self.started: dict[Payload, int] = dict.fromkeys(payloads(schedule.direction), 0)
-        self.owner_of_slot: dict[tuple[str, Axis, int], Transfer] = {}
-        self.reads: dict[int, int] = {}  # transfer number -> last step that reads what it received or its onward send
+        self.lands_in: dict[tuple[str, Axis, int], Transfer] = {}  # the last transfer into each receive slot
+        self.last_read: dict[int, int] = {}  # transfer number -> last step that reads what it received
 
     def run(self) -> None:
-        assert self.schedule.slots == Slots.of(self.schedule.direction, self.tile), (
-            f"slot counts {self.schedule.slots} are not those of tile {self.tile}"
-        )
-        for self.step, step in enumerate(self.schedule.steps):
-            for number in step.waits:
-                self._wait(number)
+        slots = Slots.of(self.schedule.direction, self.tile)
+        if self.schedule.slots != slots:
+            self._fail(f"slot counts are {self.schedule.slots}, not {slots}")
+        for number, step in enumerate(self.schedule.steps):
+            self.step = number
+            for transfer_number in step.waits:
+                self._wait(transfer_number)
             for merge in step.merges:
                 self._merge(merge)
-            self._one_of_each(step.transfers)
+            if len({(t.axis, t.inward) for t in step.transfers}) != len(step.transfers):
+                self._fail("two transfers of one axis go the same way")
             for transfer in step.transfers:
                 self._start(transfer)
             for block in step.blocks:
                 self._block(block)
         self._finish()
 
-    def _fail(self, text: str) -> str:
-        return f"{self.schedule.direction} list of tile {self.tile}, step {self.step}: {text}"
+    def _fail(self, text: str) -> NoReturn:
+        raise AssertionError(f"{self.schedule.direction} list of tile {self.tile}, step {self.step}: {text}")
 
     def _chunk(self, rank: int, axis: Axis, k: int) -> int:
-        """Global number of the chunk that ``rank`` calls #k on an axis."""
+        """Global number of the chunk that a rank calls #k on an axis."""
         return self.assignment.query_chunk(rank, k) if axis == "row" else self.assignment.key_chunk(rank, k)
 
-    def _slot_exists(self, kind: str, axis: Axis, slot: int) -> None:
-        slots = self.schedule.slots
-        count = {
-            ("chunk", "row"): slots.row,
-            ("chunk", "col"): slots.col,
-            ("acc", "row"): slots.row_acc,
-            ("acc", "col"): slots.col_acc,
-            ("recv", "row"): slots.row_recv,
-            ("recv", "col"): slots.col_recv,
-        }[kind, axis]
-        assert 0 <= slot < count, self._fail(f"{kind} slot {slot} of axis {axis} is not one of {count}")
-
-    def _one_of_each(self, transfers: tuple[Transfer, ...]) -> None:
-        kinds = [(t.axis, t.inward) for t in transfers]
-        assert len(set(kinds)) == len(kinds), self._fail("two transfers of one axis go the same way")
+    def _need_slot(self, kind: str, axis: Axis, slot: int) -> None:
+        suffix = {"chunk": "", "acc": "_acc", "recv": "_recv"}[kind]
+        count: int = getattr(self.schedule.slots, axis + suffix)
+        if not 0 <= slot < count:
+            self._fail(f"{kind} slot {slot} of axis {axis} does not exist, there are {count}")
 
     # Waits and merges
 
     def _wait(self, number: int) -> None:
-        assert number not in self.waited, self._fail(f"transfer {number} is waited for twice")
-        assert number in self.flights, self._fail(f"transfer {number} is waited for before it starts")
-        t = self.flights[number].transfer
+        if number in self.waited:
+            self._fail(f"transfer {number} is waited for twice")
+        if not 0 <= number < len(self.started):
+            self._fail(f"transfer {number} is waited for before it starts")
+        t = self.started[number]
         self.waited.add(number)
         if not t.inward:
             for rank in self.ranks:
                 acc = rank.accs[t.axis, t.send_slot]
                 acc.sending, acc.gone = None, True
-        elif t.index > 1:
-            # The wait also ends the send of chunk #(k-1), which is a read of what the transfer before received.
-            self._read(self._arrived(t.payload, t.index - 1))
+        elif t.sent:
+            # The wait also ends the send of chunk #sent: until now the slot it arrived in was read.
+            self._read(self._arrived(t.payload, t.sent))
 
     def _arrived(self, payload: Payload, index: int) -> Transfer:
-        found = [f.transfer for f in self.flights.values() if (f.transfer.payload, f.transfer.index) == (payload, index)]
-        assert found, self._fail(f"{payload} #{index} is used but never received")
-        assert found[0].number in self.waited, self._fail(f"{payload} #{index} is used before it was waited for")
-        return found[0]
+        t = self.by_index.get((payload, index))
+        if t is None:
+            self._fail(f"{payload} {index} is used but never received")
+        if t.number not in self.waited:
+            self._fail(f"{payload} {index} is used before it was waited for")
+        return t
 
     def _read(self, t: Transfer) -> None:
-        self.reads[t.number] = self.step
+        if self.step > t.last_use:
+            self._fail(f"{t.payload} {t.index} is in use after its last use in step {t.last_use}")
+        self.last_read[t.number] = self.step
 
     def _merge(self, merge: Merge) -> None:
-        assert merge.transfer in self.flights, self._fail(f"transfer {merge.transfer} is merged before it starts")
-        t = self.flights[merge.transfer].transfer
-        axis = t.axis
-        assert not t.inward and t.payload == merge.payload, self._fail(f"{t.payload} is merged as {merge.payload}")
-        assert merge.transfer in self.waited, self._fail(f"transfer {t.number} is merged before it was waited for")
-        assert merge.transfer not in self.merged, self._fail(f"transfer {t.number} is merged twice")
-        assert merge.index == t.received, self._fail(f"partial of line #{t.received} is merged into #{merge.index}")
-        assert merge.recv_slot == t.recv_slot, self._fail(f"merge reads slot {merge.recv_slot}, not {t.recv_slot}")
-        self.merged.add(merge.transfer)
+        if not 0 <= merge.transfer < len(self.started):
+            self._fail(f"transfer {merge.transfer} is merged before it starts")
+        t = self.started[merge.transfer]
+        if t.inward or t.payload != merge.payload:
+            self._fail(f"{t.payload} {t.index} is merged as {merge.payload}")
+        if t.number not in self.waited:
+            self._fail(f"{t.payload} {t.index} is merged before it was waited for")
+        if t.number in self.merged:
+            self._fail(f"{t.payload} {t.index} is merged twice")
+        if merge.index != t.received:
+            self._fail(f"{t.payload} {t.index} belongs to line #{t.received}, not #{merge.index}")
+        if merge.recv_slot != t.recv_slot:
+            self._fail(f"{t.payload} {t.index} is in slot {t.recv_slot}, not {merge.recv_slot}")
+        self.merged.add(t.number)
         self._read(t)
         for rank in self.ranks:
-            acc = self._accumulator(rank, axis, merge.acc, merge.index, first=False)
-            self._add(rank, acc, rank.partials[axis, merge.recv_slot])
+            acc = self._accumulator(rank, t.axis, merge.acc, merge.index, first=False)
+            self._add(rank, acc, rank.partials[t.axis, t.recv_slot])
 
     # Transfers
 
     def _start(self, t: Transfer) -> None:
-        assert self.outward.get(t.axis) == t.payload or self.inward[t.axis] == t.payload, self._fail(
-            f"{t.payload} does not move in this pass"
-        )
-        assert t.number == len(self.flights), self._fail(f"transfer number {t.number} is out of order")
-        assert t.index == self.started[t.payload] + 1, self._fail(f"{t.payload} {t.index} is out of index order")
-        self.started[t.payload] = t.index
-        self.flights[t.number] = _Flight(t, self.step)
+        if t.payload not in self.hops:
+            self._fail(f"{t.payload} does not move in this pass")
+        if t.number != len(self.started):
+            self._fail(f"transfer number {t.number} is out of order")
+        if t.index != self.hops[t.payload] + 1:
+            self._fail(f"{t.payload} {t.index} is out of index order")
+        self.hops[t.payload] = t.index
+        self.started.append(t)
+        self.by_index[t.payload, t.index] = t
         if t.inward:
-            self._start_inward(t)
+            self._need_slot("chunk", t.axis, t.send_slot)
+            if t.sent:
+                self._arrived(t.payload, t.sent)
+            if t.recv_slot == 0:
+                self._fail(f"{t.payload} {t.index} overwrites the own chunk")
+            self._land("chunk", t)
         else:
-            self._start_outward(t)
+            self._need_slot("acc", t.axis, t.send_slot)
+            self._leave(t)
+            self._land("recv", t)
+        self._exchange(t)
 
-    def _take_slot(self, kind: str, t: Transfer) -> None:
-        """A transfer lands in its slot from its start on: the transfer before it in that slot must be done with."""
-        self._slot_exists(kind, t.axis, t.recv_slot)
-        before = self.owner_of_slot.get((kind, t.axis, t.recv_slot))
+    def _land(self, kind: str, t: Transfer) -> None:
+        """A transfer lands in its slot from its start on: the one before it there must be done with.
+
+        The sender may be ahead of the receiver, so what counts is the last use that the list promises.
+        """
+        self._need_slot(kind, t.axis, t.recv_slot)
+        before = self.lands_in.get((kind, t.axis, t.recv_slot))
         if before is not None:
-            assert before.last_use < self.step, self._fail(
-                f"{t.payload} {t.index} overwrites slot {t.recv_slot}, which {before.payload} {before.index} needs "
-                f"until the end of step {before.last_use}"
-            )
-            onward = (before.payload, before.index + 1)
-            for flight in self.flights.values():
-                done = flight.transfer.number in self.waited
-                assert (flight.transfer.payload, flight.transfer.index) != onward or done or not t.inward, self._fail(
-                    f"{t.payload} {t.index} overwrites slot {t.recv_slot} while it is being sent on"
+            if before.last_use >= self.step:
+                self._fail(f"{t.payload} {t.index} overwrites {before.payload} {before.index}, still needed")
+            onward = self.by_index.get((before.payload, before.index + 1))
+            if t.inward and onward is not None and onward.number not in self.waited:
+                self._fail(f"{t.payload} {t.index} overwrites {before.payload} {before.index}, being sent on")
+            if not t.inward and before.number not in self.merged:
+                self._fail(f"{t.payload} {t.index} overwrites {before.payload} {before.index}, not merged")
+        self.lands_in[kind, t.axis, t.recv_slot] = t
+
+    def _leave(self, t: Transfer) -> None:
+        """A partial leaves complete: this rank's own blocks and those of the ranks before it in the chain."""
+        if t.sent == 0:
+            self._fail(f"{t.payload} {t.index} sends away the own line")
+        complete = t.index * self.tile.size("col" if t.axis == "row" else "row")
+        for rank in self.ranks:
+            acc = rank.accs.get((t.axis, t.send_slot))
+            if acc is None or acc.line != t.sent:
+                self._fail(f"{t.payload} {t.index}: slot {t.send_slot} does not hold line #{t.sent}")
+            if acc.gone or acc.sending is not None:
+                self._fail(f"{t.payload} {t.index}: line #{t.sent} is sent twice")
+            if acc.parts.bit_count() != complete:
+                self._fail(
+                    f"{t.payload} {t.index}: rank {rank.number} sends {acc.parts.bit_count()} of {complete} "
+                    f"contributions to line #{t.sent}"
                 )
-            assert t.inward or before.number in self.merged, self._fail(
-                f"{t.payload} {t.index} overwrites slot {t.recv_slot} before it was merged"
-            )
-        self.owner_of_slot[kind, t.axis, t.recv_slot] = t
-
-    def _start_inward(self, t: Transfer) -> None:
-        axis = t.axis
-        self._slot_exists("chunk", axis, t.send_slot)
-        assert t.recv_slot != 0, self._fail(f"{t.payload} {t.index} overwrites the own chunk")
-        if t.sent:
-            self._arrived(t.payload, t.sent)
-        self._take_slot("chunk", t)
-        arriving: list[int] = []
-        for rank in self.ranks:
-            sender = self.ranks[self.assignment.neighbour(rank.number, axis, -t.offset)]
-            assert self.assignment.neighbour(sender.number, axis, t.offset) == rank.number, self._fail(
-                f"{t.payload} {t.index}: the send of rank {sender.number} has no receive"
-            )
-            sent = sender.chunks.get((axis, t.send_slot))
-            assert sent == self._chunk(sender.number, axis, t.sent), self._fail(
-                f"{t.payload} {t.index}: rank {sender.number} sends chunk {sent} as its #{t.sent}"
-            )
-            expected = self._chunk(rank.number, axis, t.received)
-            assert sent == expected, self._fail(
-                f"{t.payload} {t.index}: rank {rank.number} expects chunk {expected} but gets {sent}"
-            )
-            arriving.append(expected)
-        for rank, chunk in zip(self.ranks, arriving, strict=True):
-            rank.chunks[axis, t.recv_slot] = chunk
-
-    def _start_outward(self, t: Transfer) -> None:
-        axis = t.axis
-        self._slot_exists("acc", axis, t.send_slot)
-        assert t.sent != 0, self._fail(f"{t.payload} {t.index} sends away the own line")
-        self._take_slot("recv", t)
-        line_length = self.tile.size("col" if axis == "row" else "row")
-        arriving: list[int] = []
-        for rank in self.ranks:
-            acc = rank.accs.get((axis, t.send_slot))
-            assert acc is not None and acc.line == t.sent, self._fail(
-                f"{t.payload} {t.index}: slot {t.send_slot} of rank {rank.number} does not hold line #{t.sent}"
-            )
-            # Rank i adds its own blocks; each earlier hop of the chain added those of one more neighbour.
-            assert acc.parts.bit_count() == t.index * line_length, self._fail(
-                f"{t.payload} {t.index}: rank {rank.number} sends line #{t.sent} with {acc.parts.bit_count()} of "
-                f"{t.index * line_length} contributions"
-            )
-            assert not acc.gone and acc.sending is None, self._fail(f"line #{t.sent} is sent twice")
             acc.sending = t.number
+
+    def _exchange(self, t: Transfer) -> None:
+        """All ranks send and receive: what arrives must be what the receiver counts as #received."""
+        arriving: list[int] = []
         for rank in self.ranks:
-            sender = self.ranks[self.assignment.neighbour(rank.number, axis, -t.offset)]
-            assert self.assignment.neighbour(sender.number, axis, t.offset) == rank.number, self._fail(
-                f"{t.payload} {t.index}: the send of rank {sender.number} has no receive"
-            )
-            sent, got = self._chunk(sender.number, axis, t.sent), self._chunk(rank.number, axis, t.received)
-            assert sent == got, self._fail(
-                f"{t.payload} {t.index}: rank {rank.number} expects line {got} but gets {sent}"
-            )
-            arriving.append(sender.accs[axis, t.send_slot].parts)
-        for rank, parts in zip(self.ranks, arriving, strict=True):
-            rank.partials[axis, t.recv_slot] = parts
+            sender = self.ranks[self.assignment.neighbour(rank.number, t.axis, -t.offset)]
+            if self.assignment.neighbour(sender.number, t.axis, t.offset) != rank.number:
+                self._fail(f"{t.payload} {t.index}: rank {sender.number} does not send to {rank.number}")
+            sent = self._chunk(sender.number, t.axis, t.sent)
+            if t.inward and sender.chunks.get((t.axis, t.send_slot)) != sent:
+                self._fail(f"{t.payload} {t.index}: slot {t.send_slot} does not hold #{t.sent}")
+            expected = self._chunk(rank.number, t.axis, t.received)
+            if sent != expected:
+                self._fail(f"{t.payload} {t.index}: rank {rank.number} expects {expected}, gets {sent}")
+            arriving.append(sent if t.inward else sender.accs[t.axis, t.send_slot].parts)
+        for rank, content in zip(self.ranks, arriving, strict=True):
+            (rank.chunks if t.inward else rank.partials)[t.axis, t.recv_slot] = content
 
     # Blocks
 
+    def _sides(self, block: Block) -> Iterator[tuple[Axis, int, int]]:
+        yield "row", block.row, block.row_slot
+        yield "col", block.col, block.col_slot
+
     def _block(self, block: Block) -> None:
-        for axis, k, slot in (("row", block.row, block.row_slot), ("col", block.col, block.col_slot)):
-            assert axis == "row" or axis == "col"
-            self._slot_exists("chunk", axis, slot)
+        name = f"block ({block.row}, {block.col})"
+        for axis, k, slot in self._sides(block):
+            self._need_slot("chunk", axis, slot)
             if k:
                 self._read(self._arrived(self.inward[axis], k))
+        if "col" not in self.outward and block.col_acc != -1:
+            self._fail(f"{name} of a forward list names a column accumulator")
         for rank in self.ranks:
-            p, q = rank.chunks.get(("row", block.row_slot)), rank.chunks.get(("col", block.col_slot))
-            here = (self._chunk(rank.number, "row", block.row), self._chunk(rank.number, "col", block.col))
-            assert (p, q) == here, self._fail(
-                f"rank {rank.number} computes block ({p}, {q}) where ({block.row}, {block.col}) means {here}"
-            )
-            assert here not in rank.computed, self._fail(f"block ({block.row}, {block.col}) is computed twice")
-            assert self.assignment.owner(*here) == rank.number, self._fail(f"rank {rank.number} does not own {here}")
+            here = self._chunk(rank.number, "row", block.row), self._chunk(rank.number, "col", block.col)
+            if (rank.chunks.get(("row", block.row_slot)), rank.chunks.get(("col", block.col_slot))) != here:
+                self._fail(f"{name}: its slots do not hold the chunks {here} of rank {rank.number}")
+            if here in rank.computed:
+                self._fail(f"{name} is computed twice")
+            if self.assignment.owner(*here) != rank.number:
+                self._fail(f"{name}: rank {rank.number} does not own {here}")
             rank.computed.add(here)
-            self._add(rank, self._accumulator(rank, "row", block.row_acc, block.row, first=True), 1 << here[1])
+            row = self._accumulator(rank, "row", block.row_acc, block.row, first=True)
+            self._add(rank, row, 1 << here[1])
             if "col" in self.outward:
-                self._add(rank, self._accumulator(rank, "col", block.col_acc, block.col, first=True), 1 << here[0])
-        assert "col" in self.outward or block.col_acc == -1, self._fail("a forward block names a column accumulator")
+                col = self._accumulator(rank, "col", block.col_acc, block.col, first=True)
+                self._add(rank, col, 1 << here[0])
 
     def _accumulator(self, rank: _Rank, axis: Axis, slot: int, line: int, *, first: bool) -> _Accumulator:
-        """The accumulator of a line, taken from the line that had the slot before if that one has left."""
-        self._slot_exists("acc", axis, slot)
+        """The accumulator of a line; a block may take the slot over from a line that has left."""
+        self._need_slot("acc", axis, slot)
         acc = rank.accs.get((axis, slot))
         if acc is not None and acc.line == line and not acc.gone:
             return acc
-        assert first, self._fail(f"accumulator slot {slot} of axis {axis} does not hold line #{line} yet")
-        assert acc is None or (acc.gone and acc.line != line), self._fail(
-            f"line #{line} takes accumulator slot {slot} of axis {axis}, which line #{acc.line if acc else 0} needs"
-        )
+        if not first:
+            self._fail(f"accumulator slot {slot} of axis {axis} does not hold line #{line}")
+        if acc is not None and not acc.gone:
+            self._fail(f"line #{line} takes accumulator slot {slot} of axis {axis} from line #{acc.line}")
+        if acc is not None and acc.line == line:
+            self._fail(f"line #{line} of axis {axis} goes on after it was sent")
         new = _Accumulator(line)
         rank.accs[axis, slot] = new
         return new
 
     def _add(self, rank: _Rank, acc: _Accumulator, parts: int) -> None:
-        assert acc.sending is None, self._fail(f"line #{acc.line} of rank {rank.number} changes while it is sent")
-        assert not acc.parts & parts, self._fail(f"line #{acc.line} of rank {rank.number} gets a contribution twice")
+        if acc.sending is not None:
+            self._fail(f"line #{acc.line} of rank {rank.number} changes while it is sent")
+        if acc.parts & parts:
+            self._fail(f"line #{acc.line} of rank {rank.number} gets a contribution twice")
         acc.parts |= parts
 
     # The end
 
     def _finish(self) -> None:
         self.step = len(self.schedule.steps)
-        missing = set(self.flights) - self.waited
-        assert not missing, self._fail(f"transfers {sorted(missing)} are never waited for")
-        for payload, count in self.started.items():
-            expected = self.tile.size(AXIS[payload]) - 1
-            assert count == expected, self._fail(f"{payload} makes {count} hops, not {expected}")
-        everything = (1 << self.tile.ranks) - 1
+        for t in self.started:
+            if t.number not in self.waited:
+                self._fail(f"{t.payload} {t.index} is never waited for")
+            if t.last_use >= self.step:
+                self._fail(f"{t.payload} {t.index} names a last use after the end, step {t.last_use}")
+            if t.last_use != self.last_read.get(t.number):
+                self._fail(f"{t.payload} {t.index} names step {t.last_use}, which does not read it, as last")
+        for payload, hops in self.hops.items():
+            if hops != self.tile.size(AXIS[payload]) - 1:
+                self._fail(f"{payload} makes {hops} hops, not {self.tile.size(AXIS[payload]) - 1}")
         for rank in self.ranks:
-            assert len(rank.computed) == self.tile.ranks, self._fail(
-                f"rank {rank.number} computes {len(rank.computed)} of {self.tile.ranks} blocks"
-            )
+            if len(rank.computed) != self.tile.ranks:
+                self._fail(f"rank {rank.number} computes {len(rank.computed)} of {self.tile.ranks} blocks")
             for axis in self.outward:
                 own = rank.accs[axis, 0]
-                assert own.line == 0 and own.parts == everything, self._fail(
-                    f"rank {rank.number} ends with {own.parts.bit_count()} of {self.tile.ranks} contributions to its "
-                    f"own {axis}"
-                )
-        for number, flight in self.flights.items():
-            t = flight.transfer
-            assert self.reads.get(number, flight.step) <= t.last_use < self.step, self._fail(
-                f"{t.payload} {t.index} is read in step {self.reads.get(number)}, after its last use {t.last_use}"
-            )
+                if own.line != 0 or own.parts != (1 << self.tile.ranks) - 1:
+                    self._fail(f"rank {rank.number} ends with {own.parts.bit_count()} parts in its {axis} #0")

@@ -1,7 +1,8 @@
-"""What a call costs a rank, in closed form: bytes, messages, memory, nominal times; and the tile chosen from them.
+"""What a call costs a rank, in closed form: bytes, messages, memory, nominal times; the choice of the tile.
 
-Letters: B batch, C rows of a chunk, H and H_kv heads, D head size of q and k, D_v of v and out, w bytes of the input
-type, r of the type partials move in, m of accumulators and lse; N = B*C*H query rows, N_kv = B*C*H_kv. Per rank
+Letters: B batch, C rows of a chunk, H and H_kv heads, D head size of q and k, D_v of v and out, w bytes of
+the input type, r of the type partials move in, m of accumulators and lse; N = B*C*H query rows, N_kv =
+B*C*H_kv. Per rank
 
     forward   (a-1) N (D w + D_v r + m)        + (b-1) N_kv (D + D_v) w
     backward  (a-1) N ((D + D_v) w + D r + 2m) + (b-1) N_kv (D + D_v) (w + r)
@@ -14,10 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from .assignment import Axis, Tile, tiles
-from .schedule import AXIS, INWARD, Channels, Costs, Direction, Payload, Slots, Way, payloads
+from .schedule import AXIS, INWARD, Costs, Direction, Payload, Slots, Way, payloads
 
-# Attention work that takes as long as one byte on a link: about 600 TFLOP/s of a large GPU beside a 300 GB/s link.
-# Nominal on purpose: lists must not depend on measurements, because the block order decides the bits of the result.
+# Attention work that takes as long as one byte on a link: about 600 TFLOP/s of a large GPU beside a 300 GB/s
+# link.
+# Nominal on purpose: lists must not depend on measurements, because the block order decides the bits of the
+# result.
 FLOPS_PER_BYTE = 2000
 
 
@@ -39,9 +42,9 @@ class CallShape:
     def __post_init__(self) -> None:
         for field in fields(self):
             if getattr(self, field.name) < 1 and field.name != "causal":
-                raise ValueError(f"shape: {field.name} is {getattr(self, field.name)}, but must be at least 1")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"shape: {self.heads} heads are not a multiple of {self.kv_heads} kv_heads")
+                raise ValueError(
+                    f"shape: {field.name} is {getattr(self, field.name)}, but must be at least 1"
+                )
 
     @property
     def query_rows(self) -> int:
@@ -106,13 +109,13 @@ def total_bytes(direction: Direction, tile: Tile, shape: CallShape) -> int:
 
 
 def num_hops(direction: Direction, tile: Tile) -> int:
-    """Ring hops of a pass, each a message that its latency is paid for: 2(a-1) + (b-1), backward 2(a-1) + 2(b-1)."""
+    """Ring hops of a pass, each one message: forward 2(a-1) + (b-1), backward 2(a-1) + 2(b-1)."""
     return sum(tile.size(AXIS[payload]) - 1 for payload in payloads(direction))
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of buffers that the engine holds on one rank during a pass, beside the arguments and results of the call."""
+    """Bytes of buffers on one rank during a pass, beside the arguments and results of the call."""
 
     chunks: int  # both chunk pools, own chunks included: they are packed for sending
     accumulators: int
@@ -149,7 +152,7 @@ def peak_memory(direction: Direction, tile: Tile, shape: CallShape) -> int:
 
 
 def block_flops(direction: Direction, shape: CallShape) -> int:
-    """Matrix work of one block: forward q k^T and p v; backward s, dp, dv, dq, dk. A causal block is half full."""
+    """Matrix work of a block: forward q k^T, p v; backward s, dp, dv, dq, dk. A causal one is half full."""
     d, d_v = shape.head_dim, shape.head_dim_v
     depth = d + d_v if direction == "forward" else 3 * d + 2 * d_v
     flops = 2 * shape.query_rows * shape.rows * depth
@@ -157,7 +160,7 @@ def block_flops(direction: Direction, shape: CallShape) -> int:
 
 
 def costs(direction: Direction, shape: CallShape) -> Costs:
-    """Integer costs of a list's parts in byte times of a nominal machine; equal shapes give equal lists everywhere."""
+    """Integer costs in byte times of a nominal machine, so that equal shapes give equal lists everywhere."""
     backward = direction == "backward"
     return Costs(
         block=max(1, block_flops(direction, shape) // FLOPS_PER_BYTE),
@@ -168,41 +171,11 @@ def costs(direction: Direction, shape: CallShape) -> Costs:
     )
 
 
-def lower_bound(direction: Direction, tile: Tile, costs: Costs, channels: Channels = "shared") -> int:
-    """A time that no list can beat in the model of ``makespan``, in the units of ``costs``.
-
-    One channel: all compute, or all transfers. A channel per axis: all compute; each channel's transfers; all KV in,
-    one block with the last of them, then every row out one after the other (backward also with rows and columns
-    swapped); and on each ring all chunks in, one block of the last chunk, its partial out, while the other partials
-    of that ring at best fill the time of the block.
-    """
-    a, b = tile.a, tile.b
-    col_out = costs.col_out if direction == "backward" else 0
-    compute = a * b * costs.block + num_merges(direction, tile) * costs.merge
-    row = (a - 1) * (costs.row_in + costs.row_out)
-    col = (b - 1) * (costs.col_in + col_out)
-    if channels == "shared":
-        return max(compute, row + col)
-    terms = [compute, row, col, (b - 1) * costs.col_in + costs.block + (a - 1) * costs.row_out]
-    if a > 1:
-        terms.append((a - 1) * costs.row_in + max(costs.block, (a - 2) * costs.row_out) + costs.row_out)
-    if direction == "backward":
-        terms.append((a - 1) * costs.row_in + costs.block + (b - 1) * col_out)
-        if b > 1:
-            terms.append((b - 1) * costs.col_in + max(costs.block, (b - 2) * col_out) + col_out)
-    return max(terms)
-
-
-def num_merges(direction: Direction, tile: Tile) -> int:
-    """Merges of received partials, one per outward hop."""
-    return sum(tile.size(AXIS[payload]) - 1 for payload in payloads(direction) if payload not in INWARD)
-
-
 def choose_tile(ranks: int, shape: CallShape, *, memory_limit: int | None = None) -> Tile:
-    """The tile with the least bytes of forward and backward together; ties: fewer hops, less memory, smaller a.
+    """The tile with the least bytes of both passes together; ties: fewer hops, less memory, smaller a.
 
-    ``memory_limit`` is in bytes for the buffers of either pass; ValueError if no tile keeps within it. Depends on its
-    arguments only, never on a measurement.
+    ``memory_limit`` is in bytes for the buffers of either pass; ValueError if no tile keeps within it.
+    Depends on its arguments only, never on a measurement.
     """
     passes: tuple[Direction, Direction] = ("forward", "backward")
 
@@ -219,7 +192,7 @@ def choose_tile(ranks: int, shape: CallShape, *, memory_limit: int | None = None
     if not fitting:
         smallest = min(every, key=need)
         raise ValueError(
-            f"memory_limit is {memory_limit} bytes, but the tile of {ranks} ranks that needs least, {smallest}, needs "
-            f"{need(smallest)} bytes of buffers per rank: raise the limit or use more ranks"
+            f"memory_limit is {memory_limit} bytes, but of all tiles of {ranks} ranks {smallest} needs least, and "
+            f"that is {need(smallest)} bytes of buffers per rank: raise the limit or use more ranks"
         )
     return min(fitting, key=price)

@@ -1,9 +1,33 @@
-"""The greedy order of transfers and blocks: an event-driven simulation that decides when a resource falls idle."""
+"""The greedy order of transfers and blocks: a simulation that decides whenever something is idle.
+
+All ranks do the same at the same time, so one rank is simulated, and what arrives is what this rank sends.
+The rules:
+
+Channel, inward: the transfer that unlocks most blocks per unit of its cost; a tie goes to KV, since no row is
+complete
+    without all KV.
+Channel, outward: goes before an inward one while the ready blocks last as long as it takes (else compute
+starves) and,
+    with a channel per axis, if the delay of the other axis, whose lines wait for the inward chunks of this
+    one, is hidden by what remains anyway. Of two outward transfers, the one of the axis with more time left
+    to send.
+Compute, merges: at once, since the next outward hop waits for them.
+Compute, blocks: those of the next line to leave, a row or, backward, a column, whichever gives more transfer
+time per
+    block it still misses. Inside a line the interior comes first. Row #0 and, backward, column #0 never
+    leave, so they fill gaps, and block (0, 0) is last of all.
+Compute, patience: a filler block may still run when the chunk arrives that a line waits for. Staying idle
+instead pays
+    when blocks are long and few; both orders are simulated and the shorter is taken.
+
+The first four and the fillers are the method; patience and the second half of the outward rule are there for
+the time bounds at small P and at unequal axes.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 
 from .assignment import Axis, Tile
@@ -12,170 +36,245 @@ from .schedule import AXIS, INWARD, Channels, Costs, Direction, Payload, Schedul
 from .steps import Event, cut
 
 AXES: tuple[Axis, Axis] = ("row", "col")
+OTHER: dict[Axis, Axis] = {"row": "col", "col": "row"}
+
+
+@dataclass
+class _Line:
+    """Progress along one axis: its inward chunks, its lines and, where lines are reduced, their way out."""
+
+    axis: Axis
+    size: int
+    inward: Payload
+    inward_cost: int
+    outward: Payload | None
+    outward_cost: int
+    pool: int  # chunk slots beside the own one
+    left: list[int]  # blocks still to finish, per line
+    started: int = 0  # inward transfers started, arrived
+    arrived: int = 0
+    sent: int = 0  # outward transfers started, complete, merged at the receiver
+    received: int = 0
+    merged: int = 0
+
+    def usable(self) -> int:
+        """Lines #0 .. #n-1 that may be computed: chunk here, accumulator slot free."""
+        here = 1 + self.arrived
+        if self.outward is not None and self.pool < self.size - 1:
+            return min(here, 1 + self.pool + self.received)
+        return here
+
+    def can_receive(self) -> bool:
+        """The next chunk can be sent on to here and its slot is free: old line done, old chunk passed on."""
+        k = self.started + 1
+        if k >= self.size or self.arrived < self.started:
+            return False
+        old = k - self.pool
+        return old <= 0 or (self.left[old] == 0 and self.arrived > old)
+
+    def can_send(self) -> bool:
+        """The next line to leave is complete: all blocks, and what the right neighbour sent is merged in."""
+        k = self.sent + 1
+        return self.outward is not None and k < self.size and self.left[k] == 0 and self.merged == k - 1
+
+    def can_merge(self) -> bool:
+        return self.merged < self.received and self.left[(self.merged + 2) % self.size] == 0
+
+    def next_misses(self) -> int:
+        """Blocks that the next incomplete line to leave still misses; 0 if all are complete."""
+        return next((n for n in self.left[self.sent + 1 :] if n), 0)
+
+    def inward_time(self) -> int:
+        return (self.size - 1 - self.started) * self.inward_cost
+
+    def outward_time(self) -> int:
+        return (self.size - 1 - self.sent) * self.outward_cost
 
 
 class _Simulation:
-    def __init__(self, direction: Direction, tile: Tile, costs: Costs, channels: Channels, rules: dict) -> None:
-        self.tile, self.costs, self.channels, self.rules = tile, costs, channels, rules
-        self.slots = Slots.of(direction, tile)
-        self.size = {axis: tile.size(axis) for axis in AXES}
-        names = payloads(direction)
-        self.inward: dict[Axis, Payload] = {AXIS[p]: p for p in names if p in INWARD}
-        self.outward: dict[Axis, Payload] = {AXIS[p]: p for p in names if p not in INWARD}
-        self.pool = {"row": self.slots.row - 1, "col": self.slots.col - 1}
-        self.now = 0
-        self.started: dict[Payload, int] = dict.fromkeys(names, 0)
-        self.arrived: dict[Payload, int] = dict.fromkeys(names, 0)
-        self.merged: dict[Payload, int] = {p: 0 for p in self.outward.values()}
-        self.left = {"row": [tile.b] * tile.a, "col": [tile.a] * tile.b}
+    """One pass over the time model. ``order`` and ``now`` (the makespan) are the result of ``run``."""
+
+    def __init__(
+        self, direction: Direction, tile: Tile, costs: Costs, channels: Channels, *, patient: bool
+    ) -> None:
+        self.costs = costs
+        self.channels: Channels = channels
+        self.patient = patient
+        self.lines = {axis: _new_line(axis, direction, tile, costs) for axis in AXES}
+        self.reduced = [line for line in self.lines.values() if line.outward is not None]
+        self.channel_lines: dict[str, list[_Line]] = {}
+        for axis in AXES:
+            self.channel_lines.setdefault(channel_of(axis, channels), []).append(self.lines[axis])
+        self.busy = dict.fromkeys(self.channel_lines, False)
+        self.computing = False
         self.todo = [[True] * tile.b for _ in range(tile.a)]
-        self.blocks_left = tile.ranks
-        self.events: list = []
-        self.seq = 0
-        self.compute_busy = False
-        self.channel_busy = {channel_of(axis, channels): False for axis in AXES}
+        self.num_todo = tile.ranks
+        self.num_blocks = tile.ranks
+        self.now = 0
+        self.events: list[tuple[int, int, Event]] = []  # (end, tie breaker, what ends)
         self.order: list[Event] = []
 
-    def have(self, axis):  # chunks that are there
-        return 1 + self.arrived[self.inward[axis]]
-
-    def usable(self, axis, k):
-        """line k: chunk here and acc slot free"""
-        if k >= self.have(axis):
-            return False
-        if k > self.pool[axis] > 0 and axis in self.outward:
-            return self.arrived[self.outward[axis]] >= k - self.pool[axis]
-        return True
-
-    def push(self, dt, item):
-        self.seq += 1
-        heapq.heappush(self.events, (self.now + dt, self.seq, item))
-
-    def run(self):
-        total = sum(self.size[AXIS[p]] - 1 for p in self.started)
+    def run(self) -> _Simulation:
         while True:
-            while self.decide():
+            while self._decide():
                 pass
             if not self.events:
                 break
             self.now = self.events[0][0]
             while self.events and self.events[0][0] == self.now:
-                self.settle(heapq.heappop(self.events)[2])
-        assert self.blocks_left == 0 and sum(self.arrived.values()) == total, "stuck"
-        assert all(self.merged[p] == self.size[AXIS[p]] - 1 for p in self.merged)
-        return self.order
+                self._settle(heapq.heappop(self.events)[2])
+        assert not self.num_todo, "no event left, but blocks to do"
+        assert all(line.arrived == line.size - 1 for line in self.lines.values()), "a chunk never arrived"
+        assert all(line.merged == line.size - 1 for line in self.reduced), "a partial was never merged"
+        return self
 
-    def settle(self, item):
-        if item[0] == "block":
-            _, r, c = item
-            self.left["row"][r] -= 1
-            self.left["col"][c] -= 1
-            self.blocks_left -= 1
-            self.compute_busy = False
-        elif item[0] == "merge":
-            self.merged[item[1]] += 1
-            self.compute_busy = False
+    def _start(self, event: Event, cost: int) -> None:
+        self.order.append(event)
+        heapq.heappush(self.events, (self.now + cost, len(self.order), event))
+
+    def _settle(self, event: Event) -> None:
+        if event.payload is None:
+            self.computing = False
+            self.lines["row"].left[event.row] -= 1
+            self.lines["col"].left[event.col] -= 1
+            return
+        line = self.lines[AXIS[event.payload]]
+        if event.kind == "merge":
+            self.computing = False
+            line.merged += 1
+            return
+        self.busy[channel_of(line.axis, self.channels)] = False
+        if event.payload in INWARD:
+            line.arrived += 1
         else:
-            self.arrived[item[1]] += 1
-            self.channel_busy[channel_of(AXIS[item[1]], self.channels)] = False
+            line.received += 1
 
-    def decide(self):
-        if not self.compute_busy:
-            for p in self.merged:
-                axis = AXIS[p]
-                if self.merged[p] < self.arrived[p] and self.left[axis][(self.arrived[p] + 1) % self.size[axis]] == 0:
-                    self.order.append(Event(self.now, "merge", p, self.arrived[p]))
-                    if self.costs.merge == 0:
-                        self.merged[p] += 1
-                        return True
-                    self.compute_busy = True
-                    self.push(self.costs.merge, ("merge", p))
+    def _decide(self) -> bool:
+        """Start one thing, if something idle has anything to do."""
+        if not self.computing:
+            for line in self.reduced:
+                if line.can_merge():
+                    self.computing = True
+                    self._start(Event(self.now, "merge", line.outward, line.merged + 1), self.costs.merge)
                     return True
-        for ch, busy in self.channel_busy.items():
-            if not busy:
-                p = self.choose_transfer(ch)
-                if p is not None:
-                    self.started[p] += 1
-                    self.order.append(Event(self.now, "transfer", p, self.started[p]))
-                    self.channel_busy[ch] = True
-                    self.push(self.costs.of(p), ("transfer", p))
-                    return True
-        if not self.compute_busy and self.blocks_left:
-            b = self.choose_block()
-            if b is not None:
-                r, c = b
-                self.todo[r][c] = False
-                self.order.append(Event(self.now, "block", row=r, col=c))
-                self.compute_busy = True
-                self.push(self.costs.block, ("block", r, c))
+        for channel, busy in self.busy.items():
+            if not busy and self._start_transfer(channel):
+                self.busy[channel] = True
                 return True
+        return not self.computing and self._start_block()
+
+    # Channels
+
+    def _start_transfer(self, channel: str) -> bool:
+        inward = [line for line in self.channel_lines[channel] if line.can_receive()]
+        outward = [line for line in self.channel_lines[channel] if line.can_send()]
+        if outward:
+            line = max(outward, key=lambda line: (line.outward_time(), line.axis == "col"))
+            if not inward or self._may_send_first(line):
+                line.sent += 1
+                self._start(Event(self.now, "transfer", line.outward, line.sent), line.outward_cost)
+                return True
+        if inward:
+            line = self._most_profit(inward)
+            line.started += 1
+            self._start(Event(self.now, "transfer", line.inward, line.started), line.inward_cost)
+            return True
         return False
 
-    def can_start(self, p):
-        axis = AXIS[p]
-        k = self.started[p] + 1
-        if k >= self.size[axis]:
+    def _most_profit(self, candidates: list[_Line]) -> _Line:
+        """The axis whose next chunk unlocks most blocks per cost, with chunks of the other axis under way."""
+        if len(candidates) == 1:
+            return candidates[0]
+        row, col = self.lines["row"], self.lines["col"]
+        return col if (1 + row.started) * row.inward_cost >= (1 + col.started) * col.inward_cost else row
+
+    def _may_send_first(self, line: _Line) -> bool:
+        ready = self.lines["row"].usable() * self.lines["col"].usable() - (self.num_blocks - self.num_todo)
+        if ready * self.costs.block < line.outward_cost:
             return False
-        if p in INWARD:
-            if self.arrived[p] < k - 1:
-                return False
-            old = k - self.pool[axis]
-            if old > 0:  # slot of chunk #old is used again: its blocks done and its onward send complete
-                return self.left[axis][old] == 0 and self.arrived[p] > old
+        if self.channels == "shared":
             return True
-        return self.left[axis][k] == 0 and self.merged[p] == k - 1
+        # The other axis still needs all chunks of this one, a block, and its own way out, one after the
+        # other.
+        other_path = line.inward_time() + self.costs.block + self.lines[OTHER[line.axis]].outward_time()
+        channel_times = [line.inward_time() + line.outward_time() for line in self.lines.values()]
+        return line.outward_cost + other_path <= max(*channel_times, self.num_todo * self.costs.block)
 
-    def choose_transfer(self, ch):
-        mine = [p for p in self.started if channel_of(AXIS[p], self.channels) == ch and self.can_start(p)]
-        ins = [p for p in mine if p in INWARD]
-        outs = [p for p in mine if p not in INWARD]
-        best = None
-        if ins:
-            def profit(p):
-                other = "col" if AXIS[p] == "row" else "row"
-                return (1 + self.started[self.inward[other]]) / self.costs.of(p) if self.costs.of(p) else 1e9
-            best = max(ins, key=lambda p: (profit(p), p == "kv"))
-        if outs:
-            out = max(outs, key=lambda p: (self.size[AXIS[p]] - self.started[p]) * self.costs.of(p))
-            if best is None:
-                return out
-            return self.arbitrate(best, out)
-        return best
+    # Blocks
 
-    def ready(self):
-        for r in range(self.have("row")):
-            if self.left["row"][r] and self.usable("row", r):
-                for c in range(self.have("col")):
-                    if self.todo[r][c] and self.usable("col", c):
-                        yield r, c
+    def _start_block(self) -> bool:
+        block = self._goal_block()
+        if block is None:
+            block = self._filler_block()
+            if block is None or (self.patient and self._interrupts()):
+                return False
+        row, col = block
+        self.todo[row][col] = False
+        self.num_todo -= 1
+        self.computing = True
+        self._start(Event(self.now, "block", row=row, col=col), self.costs.block)
+        return True
 
-    def arbitrate(self, inp, out):
-        mode = self.rules.get("arb", "backlog")
-        if mode == "in":
-            return inp
-        if mode == "out":
-            return out
-        backlog = sum(1 for _ in self.ready()) * self.costs.block
-        return out if backlog >= self.costs.of(out) else inp
+    def _goal_block(self) -> tuple[int, int] | None:
+        """A ready block of a line that leaves this rank, nearest to leaving first; None if there is none."""
+        for line in self._goal_axes():
+            across = self.lines[OTHER[line.axis]]
+            candidates = [*range(1, across.usable()), 0]
+            for k in range(line.sent + 1, line.usable()):
+                if line.left[k]:
+                    for x in candidates:
+                        row, col = (k, x) if line.axis == "row" else (x, k)
+                        if self.todo[row][col]:
+                            return row, col
+        return None
 
-    def choose_block(self):
-        back = "col" in self.outward
-        best = None
-        for r, c in self.ready():
-            if back:
-                key = self.back_key(r, c)
-            else:
-                key = (r == 0, r, c)
-            if best is None or key < best[0]:
-                best = (key, (r, c))
-        return None if best is None else best[1]
+    def _goal_axes(self) -> list[_Line]:
+        """The axes that are reduced, first the one with more transfer time per block its next line misses."""
+        if len(self.reduced) == 1:
+            return self.reduced
+        row, col = self.lines["row"], self.lines["col"]
+        row_misses, col_misses = row.next_misses(), col.next_misses()
+        if col_misses and (not row_misses or col.outward_cost * row_misses >= row.outward_cost * col_misses):
+            return [col, row]
+        return [row, col]
 
-    def back_key(self, r, c):
-        a, b = self.tile.a, self.tile.b
-        # goal line: next row/col to be sent
-        return (r == 0 or c == 0, r == 0 and c == 0, min(r or a, c or b), r, c)
+    def _filler_block(self) -> tuple[int, int] | None:
+        """A ready block of lines that stay: all of the rows come before row #0, block (0, 0) last."""
+        rows, cols = self.lines["row"].usable(), self.lines["col"].usable()
+        corner = [(0, 0)] if self.todo[0][0] else []
+        edge = [(row, 0) for row in range(1, rows)] + [(0, col) for col in range(1, cols)]
+        return next((block for block in [*edge, *corner] if self.todo[block[0]][block[1]]), None)
+
+    def _interrupts(self) -> bool:
+        """Whether a block started now would still run when a chunk under way arrives."""
+        return any(
+            event.payload in INWARD and end < self.now + self.costs.block for end, _, event in self.events
+        )
+
+
+def _new_line(axis: Axis, direction: Direction, tile: Tile, costs: Costs) -> _Line:
+    slots = Slots.of(direction, tile)
+    mine = [payload for payload in payloads(direction) if AXIS[payload] == axis]
+    inward = next(payload for payload in mine if payload in INWARD)
+    outward = next((payload for payload in mine if payload not in INWARD), None)
+    return _Line(
+        axis=axis,
+        size=tile.size(axis),
+        inward=inward,
+        inward_cost=costs.of(inward),
+        outward=outward,
+        outward_cost=costs.of(outward) if outward is not None else 0,
+        pool=(slots.row if axis == "row" else slots.col) - 1,
+        left=[tile.size(OTHER[axis])] * tile.size(axis),
+    )
 
 
 @lru_cache(maxsize=256)
 def build(direction: Direction, tile: Tile, costs: Costs, channels: Channels = "shared") -> Schedule:
-    return cut(direction, tile, _Simulation(direction, tile, costs, channels, {}).run())
+    """The step list of a pass, a pure function of its arguments: the block order decides a result's bits.
+
+    ``costs`` are integers in any unit (see ``cost.costs``); ``channels`` says whether the transfers of both
+    axes share one serial channel or have one each.
+    """
+    runs = [_Simulation(direction, tile, costs, channels, patient=patient).run() for patient in (False, True)]
+    return cut(direction, tile, min(runs, key=lambda run: run.now).order)

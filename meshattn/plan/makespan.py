@@ -1,8 +1,9 @@
 """The time model: how long a step list takes when blocks and transfers have given costs.
 
-Compute is one stream: waits, merges and blocks in list order, a wait delays it to the arrival. Each channel runs its
-transfers one at a time in list order; a transfer starts when its channel is free, the data it sends is there and its
-receive slot is free. It does not wait for unrelated compute. All ranks run the same list, so one rank tells all.
+Compute is one stream: waits, merges and blocks in list order, a wait delays it to the arrival. Each channel
+runs its transfers one at a time in list order; a transfer starts when its channel is free, the data it sends
+is there and its receive slot is free. It does not wait for unrelated compute. All ranks run the same list, so
+one rank tells all.
 """
 
 from __future__ import annotations

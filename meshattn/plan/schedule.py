@@ -1,12 +1,14 @@
 """What a step list is: transfers, blocks and merges in local numbers, the same list for all ranks.
 
-Local numbers: Q#0 and KV#0 are a rank's own chunk, #k comes from the k-th neighbour to the right on the ring of its axis.
-The row ring carries queries (forward ``q``; backward ``bundle`` = q, do, lse, delta) inward and row partials (``out``;
-``dq``) outward; the column ring carries ``kv`` inward and, backward, ``dkv`` outward. All go to the left neighbour.
+Local numbers: Q#0 and KV#0 are a rank's own chunk, #k comes from the k-th neighbour to the right on the ring
+of its axis. The row ring carries queries (forward ``q``; backward ``bundle`` = q, do, lse, delta) inward and
+row partials (``out``; ``dq``) outward; the column ring carries ``kv`` inward and, backward, ``dkv`` outward.
+All go to the left neighbour.
 
-Inward transfer k sends chunk #(k-1) and receives #k. Outward transfer k sends the partial of line #k, complete on this
-rank and merged with what the right neighbour sent before, and receives the neighbour's line #k, which is this rank's
-#((k+1) mod n): it is merged there before that line is sent on, or, at the last hop, into the own line #0.
+Inward transfer k sends chunk #(k-1) and receives #k. Outward transfer k sends the partial of line #k,
+complete on this rank and merged with what the right neighbour sent before, and receives the neighbour's line
+#k, which is this rank's #((k+1) mod n): it is merged there before that line is sent on, or, at the last hop,
+into the own line #0. A line takes its first merge only after all its blocks.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Attention of Q#row against KV#col. ``col_acc`` is -1 in forward lists, where columns collect nothing."""
+    """Attention of Q#row against KV#col. ``col_acc`` is -1 forward, where columns collect nothing."""
 
     row: int
     col: int
@@ -118,7 +120,7 @@ class Slots:
 
     @classmethod
     def of(cls, direction: Direction, tile: Tile) -> Slots:
-        """Closed form: a tile keeps its chunks to the end, a chain (one side is 1) keeps three besides its own."""
+        """Closed form: a tile keeps all its chunks, a chain (one side is 1) three besides its own."""
         row = _chunk_slots(tile.a, tile.b)
         col = _chunk_slots(tile.b, tile.a)
         backward = direction == "backward"

@@ -1,4 +1,4 @@
-"""Cut an order of transfers, merges and blocks into steps: slots, waits and last uses follow from the order alone."""
+"""Cut an order of transfers, merges and blocks into steps: slots, waits and last uses follow from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .schedule import (
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that starts at ``time``: a block (row, col), transfer ``index`` of a payload, or the merge after it."""
+    """What starts at ``time``: a block (row, col), transfer ``index`` of a payload, or the merge after it."""
 
     time: int
     kind: Literal["block", "transfer", "merge"]
@@ -90,7 +90,7 @@ class _Cutter:
         return self.slots.row if axis == "row" else self.slots.col
 
     def _line_needs(self, axis: Axis, k: int) -> list[tuple[Payload, int]]:
-        """A block of line #k needs its chunk, and its accumulator slot back from the line that had it before."""
+        """A block of line #k needs its chunk, and its accumulator slot back from the line before."""
         needs: list[tuple[Payload, int]] = [(self.inward[axis], k)] if k else []
         if axis in self.outward:
             before = k - (self._pool(axis) - 1)
@@ -140,7 +140,7 @@ class _Cutter:
         payload, k = event.payload, event.index
         assert payload is not None
         axis, inward = AXIS[payload], payload in INWARD
-        # Inward: what arrived last is handed on. Outward: the merge before it has waited for the last partial.
+        # Inward hands on what arrived last. Outward needs no wait: the merge before it had it.
         step = self._place(event, [(payload, k - 1)] if inward and k > 1 else [])
         sent = k - 1 if inward else k
         number = len(self.number)
@@ -200,8 +200,8 @@ class _Cutter:
 def cut(direction: Direction, tile: Tile, order: Iterable[Event]) -> Schedule:
     """The step list that runs ``order``, which must start everything after what it depends on.
 
-    Waits are lazy: at the first step where a block, a merge or an onward send needs the arrival, or where a slot is
-    used again; so a wait never holds up anything that started earlier in the order.
+    Waits are lazy: at the first step where a block, a merge or an onward send needs the arrival, or where a
+    slot is used again; so a wait never holds up anything that started earlier in the order.
     """
     cutter = _Cutter(direction, tile)
     for event in order:
