@@ -296,21 +296,34 @@ def test_large_scores_do_not_overflow() -> None:
     )
 
 
-def test_temporaries_are_blocks_not_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only scores have rows by keys: none is larger than a block, none is made for hidden blocks."""
+@pytest.mark.parametrize(
+    ("window_size", "blocks", "masked"),
+    [((-1, -1), 64, 0), ((-1, 0), 36, 8), ((8, 0), 15, 15), ((16, -1), 49, 6)],
+    ids=["full", "causal", "causal-window", "window"],
+)
+def test_work_is_blocks_that_are_visible_and_masks_where_they_are_partly(
+    window_size: tuple[int, int], blocks: int, masked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 x 8 blocks of 8 rows and keys: no product is larger than a block, and hidden blocks have none."""
     shape = Shape(B=1, S=64, H=2, H_kv=1, D=4)
-    sizes: list[tuple[int, int]] = []
-    multiply = Tensor.__matmul__
+    products: list[tuple[int, int]] = []
+    masks: list[torch.Size] = []
+    multiply, fill = Tensor.__matmul__, Tensor.masked_fill_
 
-    def recorded(x: Tensor, y: Tensor) -> Tensor:
-        sizes.append((x.shape[-2], y.shape[-1]))
+    def recorded_multiply(x: Tensor, y: Tensor) -> Tensor:
+        products.append((x.shape[-2], y.shape[-1]))
         return multiply(x, y)
 
-    monkeypatch.setattr(Tensor, "__matmul__", recorded)
-    Run(ReferenceKernel(8, 8), shape, 0.5)(make_inputs(shape), [(slice(None), band(shape, (-1, 0)))])
-    blocks = 8 * 9 // 2
-    assert sizes and all(rows == 2 * 8 and keys == 8 for rows, keys in sizes)
-    assert len(sizes) == blocks + 2 * blocks  # scores forward; scores and do v^T backward
+    def recorded_fill(x: Tensor, mask: Tensor, value: float) -> Tensor:
+        masks.append(x.shape)
+        return fill(x, mask, value)
+
+    monkeypatch.setattr(Tensor, "__matmul__", recorded_multiply)
+    monkeypatch.setattr(Tensor, "masked_fill_", recorded_fill)
+    Run(ReferenceKernel(8, 8), shape, 0.5)(make_inputs(shape), [(slice(None), band(shape, window_size))])
+    assert all(rows <= 2 * 8 and keys <= 8 for rows, keys in products)
+    assert len(products) == 3 * blocks  # scores; and again, with do v^T, in backward
+    assert len(masks) == 2 * masked
 
 
 def test_kernels_are_found_by_name() -> None:
