@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +19,7 @@ from meshattn.transport.threads import SimulatedGroup, ThreadTransport
 
 Group = dist.ProcessGroup | DeviceMesh | SimulatedGroup | Sequence[int]
 TRANSPORTS = ("auto", "p2p", "threads")
+_opened: Counter[tuple[int, ...]] = Counter()  # meshes of this process so far, by their global ranks
 
 
 @dataclass(frozen=True)
@@ -42,21 +46,44 @@ def connect(group: Group | None, transport: str, timeout: float) -> Connection:
             "for a process group use 'p2p'"
         )
     ranks = _global_ranks(group)
-    data = dist.new_group(
-        sorted(ranks),
-        timeout=timedelta(seconds=timeout),
-        use_local_synchronization=True,
-        group_desc="meshattn",
-    )
-    assert isinstance(data, dist.ProcessGroup)
+    data = _new_group(tuple(sorted(ranks)), timedelta(seconds=timeout))
     return Connection(
         rank=ranks.index(dist.get_rank()),
         size=len(ranks),
         names=ranks,
         transport=P2PTransport(data, [dist.get_group_rank(data, rank) for rank in ranks]),
-        store=PrefixStore("meshattn", dist.distributed_c10d._get_process_group_store(data)),
+        store=PrefixStore("meshattn", c10d._get_process_group_store(data)),
         reason="the only transport between processes so far" if transport == "auto" else "asked for",
     )
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+    """A process group of these global ranks, made by its members alone.
+
+    ``new_group(use_local_synchronization=True)`` would name it after the number of groups that this process
+    happens to have: members that have made different numbers of other groups would wait for each other in
+    vain, and a name, with its old keys in the store, would come back after a group is destroyed. So the name
+    is made of what all members know: who they are, and how many meshes they have opened together.
+    """
+    number = _opened[ranks]
+    _opened[ranks] += 1
+    title = hashlib.sha1(repr((ranks, number)).encode(), usedforsecurity=False).hexdigest()
+    world, everybody = c10d._world, dist.group.WORLD
+    assert everybody is not None
+    backend, store = world.pg_map[everybody]
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        store,
+        f"meshattn/{title}",  # type: ignore[arg-type]
+        timeout=timeout,
+        group_desc="meshattn",
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
 def _simulated(group: SimulatedGroup, transport: str, timeout: float) -> Connection:
