@@ -15,6 +15,10 @@ from torch import Tensor
 
 import meshattn as ma
 from cases import Inputs, Results, Shape, dense, make_inputs
+from meshattn.attention import (
+    mesh_attention,
+    ring_attention,
+)  # here, not in every forked rank: it takes seconds
 from meshattn.layouts import Layout, LayoutKind
 from meshattn.mesh import AttentionMesh
 from meshattn.plan.assignment import Tile
@@ -28,7 +32,7 @@ SMALL = Shape(B=1, S=0, H=2, H_kv=1, D=8)
 
 @dataclass(frozen=True)
 class Case:
-    """One call of ``mesh_attention`` (or ``ring_attention``) and its backward pass; printed, it is a test id."""
+    """One call of ``mesh_attention`` or ``ring_attention`` and its backward pass; printed, a test id."""
 
     tile: Tile
     shape: Shape
@@ -107,7 +111,7 @@ def run_case(mesh: AttentionMesh, case: Case, **options: Any) -> Results:
     inputs = inputs_of(case.shape, case.dtype, case.seed)
     q, k, v, do = (local_rows(case, mesh.rank, x) for x in inputs)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    call = ma.ring_attention if case.ring else ma.mesh_attention
+    call = ring_attention if case.ring else mesh_attention
     answer = call(
         q,
         k,
