@@ -192,7 +192,7 @@ def choose_tile(ranks: int, shape: CallShape, *, memory_limit: int | None = None
     if not fitting:
         smallest = min(every, key=need)
         raise ValueError(
-            f"memory_limit is {memory_limit} bytes, but of all tiles of {ranks} ranks {smallest} needs least, and "
-            f"that is {need(smallest)} bytes of buffers per rank: raise the limit or use more ranks"
+            f"memory_limit is {memory_limit} bytes, but the buffers of a rank take at least {need(smallest)} "
+            f"bytes (tile {smallest} of {ranks} ranks): raise the limit or use more ranks"
         )
     return min(fitting, key=price)

@@ -276,5 +276,11 @@ def build(direction: Direction, tile: Tile, costs: Costs, channels: Channels = "
     ``costs`` are integers in any unit (see ``cost.costs``); ``channels`` says whether the transfers of both
     axes share one serial channel or have one each.
     """
+    return cut(direction, tile, best_order(direction, tile, costs, channels)[1])
+
+
+def best_order(direction: Direction, tile: Tile, costs: Costs, channels: Channels) -> tuple[int, list[Event]]:
+    """The makespan and the events, by start, of the shorter of the two orders (the impatient one if equal)."""
     runs = [_Simulation(direction, tile, costs, channels, patient=patient).run() for patient in (False, True)]
-    return cut(direction, tile, min(runs, key=lambda run: run.now).order)
+    shorter = min(runs, key=lambda run: run.now)
+    return shorter.now, shorter.order
