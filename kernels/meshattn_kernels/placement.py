@@ -1,0 +1,67 @@
+"""Which worker does which jobs: the launch order of all heads and a list scheduler.
+
+A unit is what keeps a key/value tile in registers: one query head, or the query heads of a group one after
+the other. The units that are in flight together are launched job by job, then the next such set.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import torch
+from torch import Tensor
+
+from meshattn_kernels.schedules import Walks
+
+TASK_COST = 2
+"""Time of loading a key/value tile and storing dk, dv, in steps."""
+
+ORDERED_STORE_COST = 2
+"""What a store of dk, dv costs more, in steps, when it is added in turn to those of other tasks."""
+
+
+def even_groups(units: int, in_flight: int) -> list[tuple[int, int]]:
+    """Bounds of the fewest groups of at most ``in_flight`` units; sizes differ by one at most."""
+    groups = -(-units // max(in_flight, 1))
+    return [(units * i // groups, units * (i + 1) // groups) for i in range(groups)]
+
+
+def launch_order(walks: Walks, units: int, in_flight: int) -> tuple[Tensor, Tensor]:
+    """(unit, job) of all launches in order: group of units, wave, unit, job."""
+    jobs = torch.unique_consecutive(walks.job)
+    wave = torch.zeros_like(jobs)
+    wave[walks.job] = walks.wave
+    parts = []
+    for begin, end in even_groups(units, in_flight):
+        number = torch.arange((end - begin) * len(jobs))
+        unit, job = begin + number // max(len(jobs), 1), number % max(len(jobs), 1)
+        order = torch.argsort((wave[job] * units + unit) * len(jobs) + job)
+        parts.append(torch.stack((unit[order], jobs[job[order]])))
+    unit, job = torch.cat(parts, 1).unbind(0) if parts else torch.zeros(2, 0, dtype=torch.int64).unbind(0)
+    return unit, job
+
+
+def job_costs(walks: Walks, heads_of_unit: int, ordered_store: bool) -> list[int]:
+    """Time of each job of a unit, in steps."""
+    runs = torch.ones_like(walks.kv)
+    runs[1:] = ((walks.kv[1:] != walks.kv[:-1]) | (walks.job[1:] != walks.job[:-1])).long()
+    cost = walks.length * heads_of_unit + runs * (TASK_COST + ordered_store * ORDERED_STORE_COST)
+    jobs = int(walks.job[-1]) + 1 if len(walks.job) else 0
+    total: list[int] = torch.zeros(jobs, dtype=torch.int64).index_add_(0, walks.job, cost).tolist()
+    return total
+
+
+def place(costs: list[int], workers: int) -> tuple[list[int], int]:
+    """Worker of each launch and the makespan, when the worker that is free first takes the next one."""
+    free = [(0, worker) for worker in range(workers)]
+    owner = []
+    for cost in costs:
+        time, worker = free[0]
+        heapq.heapreplace(free, (time + cost, worker))
+        owner.append(worker)
+    return owner, max(time for time, _ in free)
+
+
+def place_in_turn(count: int, workers: int) -> list[int]:
+    """Launch i goes to worker i mod workers, so that as many as there are workers in a row share none."""
+    return [launch % workers for launch in range(count)]
