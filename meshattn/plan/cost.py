@@ -117,7 +117,7 @@ def num_hops(direction: Direction, tile: Tile) -> int:
 class Memory:
     """Bytes of buffers on one rank during a pass, beside the arguments and results of the call."""
 
-    chunks: int  # both chunk pools, own chunks included: they are packed for sending
+    chunks: int  # chunk pools of the axes that move, own chunks included: they are packed for sending
     accumulators: int
     receive: int  # partials that have arrived and wait for their merge
     staging: int  # one partial per outward axis, cast for sending, where reduce and accumulator type differ
@@ -137,7 +137,8 @@ def memory(direction: Direction, tile: Tile, shape: CallShape) -> Memory:
     for payload in payloads(direction):
         axis, size = AXIS[payload], payload_bytes(payload, shape)
         if payload in INWARD:
-            chunks += chunk_slots[axis] * size
+            if tile.size(axis) > 1:  # else nothing is packed: the caller's tensors serve as they are
+                chunks += chunk_slots[axis] * size
             continue
         accumulators += acc_slots[axis] * accumulator_bytes(payload, shape)
         receive += recv_slots[axis] * size
