@@ -1,0 +1,245 @@
+"""Ranks that are called with different arguments: found out, named on every rank, never a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore
+
+import meshattn as ma
+from distributed import Backend
+from meshattn.agreement import Agreement, RankMismatchError
+from meshattn.mesh import AttentionMesh
+from meshattn.testing import run_ranks
+from meshattn.transport.base import TransportError
+
+RANKS = 3
+ODD = 1  # the rank that differs
+TIMEOUT = 3.0  # of the mesh: what the other ranks wait for one that went elsewhere
+Call = Callable[[AttentionMesh], object]
+
+
+def attend(
+    mesh: AttentionMesh,
+    *,
+    seq_len: int = 12,
+    heads: int = 2,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Any:
+    seq = mesh.sequence(seq_len)
+    q, k, v = (torch.ones(1, seq.rows, heads, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    return ma.mesh_attention(q, k, v, seq, **options)
+
+
+def ring(mesh: AttentionMesh) -> Any:
+    seq = mesh.sequence(12)
+    x = torch.ones(1, seq.rows, 2, 8, requires_grad=True)
+    return ma.ring_attention(x, x, x, seq)
+
+
+def without_grad(mesh: AttentionMesh) -> Any:
+    with torch.no_grad():
+        return attend(mesh)
+
+
+def unshard(mesh: AttentionMesh) -> Any:
+    seq = mesh.sequence(12)
+    return seq.unshard(torch.zeros(1, seq.rows))
+
+
+OTHERWISE: dict[str, tuple[Call, tuple[str, ...]]] = {
+    "batch-heads": (lambda mesh: attend(mesh, heads=4), ("q is [1, 4, 4, 8]", "[1, 4, 2, 8]")),
+    "length": (lambda mesh: attend(mesh, seq_len=11), ("sequence is", "11 tokens", "12 tokens")),
+    "dtype": (lambda mesh: attend(mesh, dtype=torch.bfloat16), ("torch.bfloat16", "torch.float32")),
+    "causal": (
+        lambda mesh: attend(mesh, causal=True),
+        ("causal is True on rank 1, but False on ranks 0, 2",),
+    ),
+    "reduce_dtype": (
+        lambda mesh: attend(mesh, reduce_dtype=torch.float32),
+        ("reduce_dtype is torch.float32 on rank 1",),
+    ),
+    "softmax_scale": (lambda mesh: attend(mesh, softmax_scale=0.5), ("softmax_scale is 0.5 on rank 1",)),
+    "return_lse": (lambda mesh: attend(mesh, return_lse=True), ("return_lse is True on rank 1",)),
+    "no-grad": (
+        without_grad,
+        ("q is [1, 4, 2, 8] torch.float32 on cpu on rank 1", "with grad on ranks 0, 2"),
+    ),
+    "ring": (ring, ("ring_attention", "mesh_attention")),
+    "unshard": (unshard, ("unshard", "mesh_attention")),
+}
+
+
+def _failures(call_number: int, otherwise: Call, backend: Backend) -> list[Exception]:
+    """What each rank raises when rank 1 makes another call as its n-th."""
+
+    def on_rank(group: Any) -> tuple[Exception | None]:
+        mesh = ma.init_attention_mesh(group, tile=(1, RANKS), timeout=TIMEOUT)
+        try:
+            for number in range(1, call_number + 1):
+                (otherwise if number == call_number and mesh.rank == ODD else attend)(mesh)
+        except (ValueError, NotImplementedError, TransportError) as error:
+            return (error,)  # not raised: on simulated ranks that would end the wait of the others
+        return (None,)
+
+    answers = run_ranks(RANKS, on_rank, backend, timeout=30)
+    failures = [failure for (failure,) in answers if failure is not None]
+    assert len(failures) == RANKS, f"not all ranks failed: {answers}"
+    return failures
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_another_first_call_is_named_on_all_ranks(name: str) -> None:
+    otherwise, expected = OTHERWISE[name]
+    failures = _failures(1, otherwise, "threads")
+    assert len({str(failure) for failure in failures}) == 1, "all ranks say the same"
+    for failure in failures:
+        assert isinstance(failure, RankMismatchError)
+        for fragment in (*expected, "the ranks disagree", "call 2 of this mesh"):
+            assert fragment in str(failure)
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("name", ["batch-heads", "causal", "unshard"])
+def test_another_third_call_is_named_on_all_ranks(name: str, backend: Backend) -> None:
+    """The others foresaw their third call and wait for data: they look into the store when that fails."""
+    otherwise, expected = OTHERWISE[name]
+    failures = _failures(3, otherwise, backend)
+    for rank, failure in enumerate(failures):
+        assert isinstance(failure, RankMismatchError), f"rank {rank}: {failure!r}"
+        if rank == ODD:
+            assert "ranks 0, 2 did not come to it" in str(failure)
+        else:
+            for fragment in (*expected, "rank 1"):
+                assert fragment in str(failure)
+
+
+def _wrong(mesh: AttentionMesh) -> Any:
+    return attend(mesh, softmax_scale=-1.0)
+
+
+def _missing(mesh: AttentionMesh) -> Any:
+    return attend(mesh, softcap=3.0)
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("call_number", [1, 3], ids="call-{}".format)
+@pytest.mark.parametrize(
+    "otherwise, kind, text",
+    [(_wrong, ValueError, "softmax_scale is -1.0"), (_missing, NotImplementedError, "softcap=3.0")],
+    ids=["wrong", "not-implemented"],
+)
+def test_an_error_of_one_rank_is_everybodys(
+    otherwise: Call, kind: type[Exception], text: str, call_number: int, backend: Backend
+) -> None:
+    failures = _failures(call_number, otherwise, backend)
+    for rank, failure in enumerate(failures):
+        assert isinstance(failure, kind if rank == ODD or call_number == 1 else ValueError)
+        assert text in str(failure)
+        assert rank == ODD or f"rank {ODD}: " in str(failure)
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("otherwise", [_wrong, OTHERWISE["causal"][0]], ids=["wrong", "causal"])
+def test_calls_go_on_after_an_error_that_all_ranks_saw(otherwise: Call, backend: Backend) -> None:
+    """The failed call of one rank must not leave it out of step with the others."""
+
+    def on_rank(group: Any) -> list[Tensor]:
+        mesh = ma.init_attention_mesh(group, tile=(1, RANKS), timeout=TIMEOUT)
+        with pytest.raises(ValueError):
+            (otherwise if mesh.rank == ODD else attend)(mesh)
+        return [attend(mesh).detach() for _ in range(4)]
+
+    for outs in run_ranks(RANKS, on_rank, backend, timeout=30):
+        assert len(outs) == 4 and all(torch.equal(out, torch.ones_like(out)) for out in outs)
+
+
+class CountingStore(HashStore):
+    """Counts the writes, one for each check."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = 0
+
+    def set(self, *args: Any) -> None:
+        self.writes += 1
+        super().set(*args)
+
+
+def _checks(pattern: list[str], periods: int) -> list[int]:
+    """Checks in each period of a pattern of calls, on a single rank."""
+    store = CountingStore()
+    agreement = Agreement(store, 0, 1, 5.0)
+    counts = []
+    for _ in range(periods):
+        before = store.writes
+        for action in pattern:
+            agreement.enter(action, {"size": action})
+        counts.append(store.writes - before)
+    return counts
+
+
+@pytest.mark.parametrize("pattern", ["a", "ab", "abc", "abcde", "aab"], ids=str)
+def test_patterns_of_calls_are_checked_once(pattern: str) -> None:
+    """A training loop that alternates between shapes pays for its first period (and the way back) only."""
+    first, second, *later = _checks(list(pattern), 5)
+    assert first == len(pattern)
+    if pattern != "aab":
+        assert second <= 1 and later == [0, 0, 0]
+    else:  # what follows "a" changes within the period: it is asked every time, and agreed
+        assert all(count <= 3 for count in (second, *later))
+
+
+def test_a_check_leaves_few_keys_behind() -> None:
+    store = HashStore()
+    agreement = Agreement(store, 0, 1, 5.0)
+    for number in range(50):
+        agreement.enter("call", {"number": str(number)})
+    assert store.num_keys() <= 3
+
+
+@pytest.mark.timeout(60)
+def test_all_ranks_changing_together_is_fine() -> None:
+    """Other shapes, types and options at every step, and back again; forward and backward."""
+
+    def on_rank(group: Any) -> list[Tensor]:
+        mesh = ma.init_attention_mesh(group, tile=(1, RANKS), timeout=TIMEOUT)
+        outs = []
+        for step in range(3):
+            for options in (
+                {"seq_len": 11},
+                {"heads": 4, "causal": True},
+                {"dtype": torch.float64},
+                {"seq_len": 5 + step},
+            ):
+                out = attend(mesh, **options)
+                out.sum().backward()
+                outs.append(out.detach())
+            unshard(mesh)
+            without_grad(mesh)
+        return outs
+
+    for outs in run_ranks(RANKS, on_rank):
+        assert len(outs) == 12 and all(out.isfinite().all() for out in outs)
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_different_tiles_are_named(backend: Backend) -> None:
+    def on_rank(group: Any) -> str:
+        rank = group.rank if backend == "threads" else torch.distributed.get_rank()
+        with pytest.raises(RankMismatchError) as info:
+            ma.init_attention_mesh(group, tile=(2, 2) if rank == ODD else "auto", timeout=TIMEOUT)
+        return str(info.value)
+
+    for text in run_ranks(4, on_rank, backend, timeout=30):
+        assert "tile is 2x2 on rank 1, but auto on ranks 0, 2, 3" in text
