@@ -90,25 +90,26 @@ class ReferenceKernel:
         kv_heads = k.shape[2]
         k_et, v_et = (_heads_first(x[:, : intervals.n_k], kv_heads, out.dtype) for x in (k, v))
         mask = _Mask(intervals, q.shape[1], q.device)
-        for r0, r1, rows in self._row_blocks(intervals):
-            q_er = _heads_first(q[:, r0:r1], kv_heads, out.dtype) * softmax_scale
-            row_max = _fold_heads(lse[:, :, r0:r1], kv_heads)
-            row_sum = (row_max > -math.inf).to(out.dtype)
-            weighted = _heads_first(out[:, r0:r1], kv_heads, out.dtype)
-            for t0, t1 in self._key_blocks(rows):
-                scores = mask.hide(q_er @ k_et[:, t0:t1].mT, r0, r1, rows, t0, t1)
-                new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
-                # A row that has seen no key yet has the maximum -inf; 0 keeps exp(-inf - maximum) at 0.
-                pivot = new_max.masked_fill(new_max == -math.inf, 0.0)
-                p = scores.sub_(pivot).exp_()
-                rescale = (row_max - pivot).exp_()
-                row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
-                weighted = torch.baddbmm(weighted * rescale, p, v_et[:, t0:t1])
-                row_max = new_max
-            # A row that has seen no key keeps out 0 and gets lse = -inf + log(0) = -inf.
-            weighted = weighted / row_sum.masked_fill(row_sum == 0, 1.0)
-            out[:, r0:r1] = rearrange(weighted, "(b h) (g r) d -> b r (h g) d", h=kv_heads, r=r1 - r0)
-            lse[:, :, r0:r1] = (row_max + row_sum.log()).view(len(lse), -1, r1 - r0)
+        with _accumulator_precision(q.device):
+            for r0, r1, rows in self._row_blocks(intervals):
+                q_er = _heads_first(q[:, r0:r1], kv_heads, out.dtype) * softmax_scale
+                row_max = _fold_heads(lse[:, :, r0:r1], kv_heads)
+                row_sum = torch.ones_like(row_max)
+                weighted = _heads_first(out[:, r0:r1], kv_heads, out.dtype)
+                for t0, t1 in self._key_blocks(rows):
+                    scores = mask.hide(q_er @ k_et[:, t0:t1].mT, r0, r1, rows, t0, t1)
+                    new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+                    # A row that has seen no key yet has the maximum -inf; a pivot of 0 keeps exp at 0.
+                    pivot = new_max.masked_fill(new_max == -math.inf, 0.0)
+                    p = scores.sub_(pivot).exp_()
+                    rescale = (row_max - pivot).exp_()
+                    row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
+                    weighted = torch.baddbmm(weighted * rescale, p, v_et[:, t0:t1])
+                    row_max = new_max
+                # A row that has seen no key keeps out 0 and gets lse = -inf + log(0) = -inf.
+                weighted = weighted / row_sum.masked_fill(row_sum == 0, 1.0)
+                out[:, r0:r1] = rearrange(weighted, "(b h) (g r) d -> b r (h g) d", h=kv_heads, r=r1 - r0)
+                lse[:, :, r0:r1] = (row_max + row_sum.log()).view(len(lse), -1, r1 - r0)
 
     def backward(
         self,
@@ -136,22 +137,23 @@ class ReferenceKernel:
         k_et, v_et = (_heads_first(x[:, : intervals.n_k], kv_heads, dtype) for x in (k, v))
         dk_et, dv_et = (dkv[name].view(-1, *dkv[name].shape[2:]) for name in ("dk", "dv"))
         mask = _Mask(intervals, q.shape[1], q.device)
-        for r0, r1, rows in self._row_blocks(intervals):
-            q_er, do_er = (_heads_first(x[:, r0:r1], kv_heads, dtype) for x in (q, do))
-            scaled_q_er = q_er * softmax_scale
-            lse_er = _fold_heads(lse[:, :, r0:r1], kv_heads)
-            # exp(s - inf) = 0: a row that sees no key has no part in any gradient.
-            lse_er = lse_er.masked_fill(lse_er == -math.inf, math.inf)
-            delta_er = _fold_heads(delta[:, :, r0:r1], kv_heads)
-            dq_er = torch.zeros_like(q_er)
-            for t0, t1 in self._key_blocks(rows):
-                scores = mask.hide(scaled_q_er @ k_et[:, t0:t1].mT, r0, r1, rows, t0, t1)
-                p = scores.sub_(lse_er).exp_()
-                dv_et[:, t0:t1].baddbmm_(p.mT, do_er)
-                ds = (do_er @ v_et[:, t0:t1].mT).sub_(delta_er).mul_(p)
-                dk_et[:, t0:t1].baddbmm_(ds.mT, q_er)
-                dq_er.baddbmm_(ds, k_et[:, t0:t1])
-            dq["dq"][:, :, r0:r1] += dq_er.view(len(q), -1, r1 - r0, q.shape[-1])
+        with _accumulator_precision(q.device):
+            for r0, r1, rows in self._row_blocks(intervals):
+                q_er, do_er = (_heads_first(x[:, r0:r1], kv_heads, dtype) for x in (q, do))
+                scaled_q_er = q_er * softmax_scale
+                lse_er = _fold_heads(lse[:, :, r0:r1], kv_heads)
+                # exp(s - inf) = 0: a row that sees no key has no part in any gradient.
+                lse_er = lse_er.masked_fill(lse_er == -math.inf, math.inf)
+                delta_er = _fold_heads(delta[:, :, r0:r1], kv_heads)
+                dq_er = torch.zeros_like(q_er)
+                for t0, t1 in self._key_blocks(rows):
+                    scores = mask.hide(scaled_q_er @ k_et[:, t0:t1].mT, r0, r1, rows, t0, t1)
+                    p = scores.sub_(lse_er).exp_()
+                    dv_et[:, t0:t1].baddbmm_(p.mT, do_er)
+                    ds = (do_er @ v_et[:, t0:t1].mT).sub_(delta_er).mul_(p)
+                    dk_et[:, t0:t1].baddbmm_(ds.mT, q_er)
+                    dq_er.baddbmm_(ds, k_et[:, t0:t1])
+                dq["dq"][:, :, r0:r1] += dq_er.view(len(q), -1, r1 - r0, q.shape[-1])
 
     def _row_blocks(self, intervals: Intervals) -> Iterator[tuple[int, int, RowBlock]]:
         """The blocks of rows that see any key."""
@@ -184,6 +186,11 @@ class _Mask:
         key = torch.arange(t0, t1, dtype=torch.int32, device=self.device)
         scores.view(len(scores), -1, r1 - r0, t1 - t0).masked_fill_((key < start) | (key >= end), -math.inf)
         return scores
+
+
+def _accumulator_precision(device: torch.device) -> torch.autocast:
+    """Autocast would make the products of float32 blocks in a lower type."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def _heads_first(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:

@@ -269,6 +269,16 @@ def test_inputs_are_not_written_to() -> None:
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 
+def test_autocast_changes_no_bit() -> None:
+    shape = Shape(B=1, S=9, H=4, H_kv=2, D=8)
+    inputs = make_inputs(shape, torch.bfloat16)
+    run = Run(ReferenceKernel(4, 4), shape, 0.5)
+    expected = run(inputs, [(slice(None), band(shape, (-1, 0)))])
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run(inputs, [(slice(None), band(shape, (-1, 0)))])
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
 def test_three_runs_give_the_same_bits() -> None:
     shape = Shape(B=2, S=33, H=4, H_kv=2, D=8)
     inputs = make_inputs(shape, torch.float32)
