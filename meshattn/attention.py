@@ -6,6 +6,8 @@ Letters: B batch, L rows of a rank's shard, H and H_kv query and key/value heads
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -297,15 +299,23 @@ def _plan(
     )
 
 
+@contextmanager
+def _engine_room(mesh: AttentionMesh, call: engine.Call) -> Iterator[None]:
+    """Autocast is off, because the engine chooses its types itself; a failed transfer is explained."""
+    with torch.autocast(call.device.type, enabled=False):
+        try:
+            yield
+        except TransportError as error:
+            raise mesh.explain(error) from error
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, mesh: AttentionMesh, call: engine.Call
     ) -> tuple[Tensor, Tensor]:
-        try:
+        with _engine_room(mesh, call):
             out, lse = engine.forward(call, q, k, v)
-        except TransportError as error:
-            raise mesh.explain(error) from error
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
         ctx.mesh, ctx.call = mesh, call  # type: ignore[attr-defined]
@@ -315,8 +325,6 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        try:
+        with _engine_room(ctx.mesh, ctx.call):
             dq, dk, dv = engine.backward(ctx.call, q, k, v, out, lse, do)
-        except TransportError as error:
-            raise ctx.mesh.explain(error) from error
         return dq, dk, dv, None, None
