@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     schedule = commands.add_parser(
         "schedule",
         help="how good the step lists are and what they move",
-        description="Time of the step lists against bounds that no list can beat, and steps, bytes and memory "
+        description="Time of the step lists against bounds that no list can beat, steps, bytes and memory "
         "of a rank, for every tile of the ranks (the first is Ring-Attention).",
     )
     _add_mesh(schedule, tile_required=False)
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     assignment = commands.add_parser(
         "assignment",
         help="who computes what, and the steps of one rank",
-        description="The assignment matrix of a tile, its groups, and the steps of one rank in chunk numbers.",
+        description="The assignment matrix of a tile, its groups and the steps of one rank in chunk numbers.",
     )
     _add_mesh(assignment, tile_required=True)
     assignment.add_argument("--rank", type=int, default=0, help="whose steps to print (default 0)")

@@ -33,7 +33,6 @@ class _Rank:
     chunks: dict[tuple[Axis, int], int] = field(default_factory=dict)
     accs: dict[tuple[Axis, int], _Accumulator] = field(default_factory=dict)
     partials: dict[tuple[Axis, int], int] = field(default_factory=dict)  # contributions received, as bits
-    computed: set[tuple[int, int]] = field(default_factory=set)
 
 
 def check(schedule: Schedule) -> None:
@@ -55,9 +54,17 @@ class _Checker:
         names = payloads(schedule.direction)
         self.inward: dict[Axis, Payload] = {AXIS[p]: p for p in names if p in INWARD}
         self.outward: dict[Axis, Payload] = {AXIS[p]: p for p in names if p not in INWARD}
-        self.ranks = [_Rank(i) for i in range(self.tile.ranks)]
+        ranks = range(self.tile.ranks)
+        rows, cols = range(self.tile.a), range(self.tile.b)
+        # Global number of the chunk that a rank calls #k, as [rank][k].
+        self.chunk: dict[Axis, list[list[int]]] = {
+            "row": [[self.assignment.query_chunk(i, k) for k in rows] for i in ranks],
+            "col": [[self.assignment.key_chunk(i, k) for k in cols] for i in ranks],
+        }
+        self.ranks = [_Rank(i) for i in ranks]
         for rank in self.ranks:
             rank.chunks["row", 0] = rank.chunks["col", 0] = rank.number
+        self.computed: set[tuple[int, int]] = set()  # blocks in local numbers, the same for all ranks
         self.step = 0
         self.started: list[Transfer] = []
         self.by_index: dict[tuple[Payload, int], Transfer] = {}
@@ -87,10 +94,6 @@ class _Checker:
 
     def _fail(self, text: str) -> NoReturn:
         raise AssertionError(f"{self.schedule.direction} list of tile {self.tile}, step {self.step}: {text}")
-
-    def _chunk(self, rank: int, axis: Axis, k: int) -> int:
-        """Global number of the chunk that a rank calls #k on an axis."""
-        return self.assignment.query_chunk(rank, k) if axis == "row" else self.assignment.key_chunk(rank, k)
 
     def _need_slot(self, kind: str, axis: Axis, slot: int) -> None:
         suffix = {"chunk": "", "acc": "_acc", "recv": "_recv"}[kind]
@@ -144,6 +147,7 @@ class _Checker:
             self._fail(f"{t.payload} {t.index} is in slot {t.recv_slot}, not {merge.recv_slot}")
         self.merged.add(t.number)
         self._read(t)
+        self._need_slot("acc", t.axis, merge.acc)
         for rank in self.ranks:
             acc = self._accumulator(rank, t.axis, merge.acc, merge.index, first=False)
             self._add(rank, acc, rank.partials[t.axis, t.recv_slot])
@@ -157,6 +161,9 @@ class _Checker:
             self._fail(f"transfer number {t.number} is out of order")
         if t.index != self.hops[t.payload] + 1:
             self._fail(f"{t.payload} {t.index} is out of index order")
+        size = self.tile.size(t.axis)
+        if not (t.index < size and 0 <= t.sent < size and 0 <= t.received < size):
+            self._fail(f"{t.payload} {t.index}: the ring has {size} ranks")
         self.hops[t.payload] = t.index
         self.started.append(t)
         self.by_index[t.payload, t.index] = t
@@ -215,10 +222,10 @@ class _Checker:
             sender = self.ranks[self.assignment.neighbour(rank.number, t.axis, -t.offset)]
             if self.assignment.neighbour(sender.number, t.axis, t.offset) != rank.number:
                 self._fail(f"{t.payload} {t.index}: rank {sender.number} does not send to {rank.number}")
-            sent = self._chunk(sender.number, t.axis, t.sent)
+            sent = self.chunk[t.axis][sender.number][t.sent]
             if t.inward and sender.chunks.get((t.axis, t.send_slot)) != sent:
                 self._fail(f"{t.payload} {t.index}: slot {t.send_slot} does not hold #{t.sent}")
-            expected = self._chunk(rank.number, t.axis, t.received)
+            expected = self.chunk[t.axis][rank.number][t.received]
             if sent != expected:
                 self._fail(f"{t.payload} {t.index}: rank {rank.number} expects {expected}, gets {sent}")
             arriving.append(sent if t.inward else sender.accs[t.axis, t.send_slot].parts)
@@ -233,30 +240,32 @@ class _Checker:
 
     def _block(self, block: Block) -> None:
         name = f"block ({block.row}, {block.col})"
+        if not (0 <= block.row < self.tile.a and 0 <= block.col < self.tile.b):
+            self._fail(f"{name} is not in the tile")
         for axis, k, slot in self._sides(block):
             self._need_slot("chunk", axis, slot)
             if k:
                 self._read(self._arrived(self.inward[axis], k))
         if "col" not in self.outward and block.col_acc != -1:
             self._fail(f"{name} of a forward list names a column accumulator")
+        if (block.row, block.col) in self.computed:
+            self._fail(f"{name} is computed twice")
+        self.computed.add((block.row, block.col))
+        self._need_slot("acc", "row", block.row_acc)
+        if "col" in self.outward:
+            self._need_slot("acc", "col", block.col_acc)
         for rank in self.ranks:
-            here = self._chunk(rank.number, "row", block.row), self._chunk(rank.number, "col", block.col)
-            if (rank.chunks.get(("row", block.row_slot)), rank.chunks.get(("col", block.col_slot))) != here:
-                self._fail(f"{name}: its slots do not hold the chunks {here} of rank {rank.number}")
-            if here in rank.computed:
-                self._fail(f"{name} is computed twice")
-            if self.assignment.owner(*here) != rank.number:
-                self._fail(f"{name}: rank {rank.number} does not own {here}")
-            rank.computed.add(here)
-            row = self._accumulator(rank, "row", block.row_acc, block.row, first=True)
-            self._add(rank, row, 1 << here[1])
+            p, q = self.chunk["row"][rank.number][block.row], self.chunk["col"][rank.number][block.col]
+            if (rank.chunks.get(("row", block.row_slot)), rank.chunks.get(("col", block.col_slot))) != (p, q):
+                self._fail(f"{name}: its slots do not hold the chunks {p} and {q} of rank {rank.number}")
+            if self.assignment.owner(p, q) != rank.number:
+                self._fail(f"{name}: rank {rank.number} does not own ({p}, {q})")
+            self._add(rank, self._accumulator(rank, "row", block.row_acc, block.row, first=True), 1 << q)
             if "col" in self.outward:
-                col = self._accumulator(rank, "col", block.col_acc, block.col, first=True)
-                self._add(rank, col, 1 << here[0])
+                self._add(rank, self._accumulator(rank, "col", block.col_acc, block.col, first=True), 1 << p)
 
     def _accumulator(self, rank: _Rank, axis: Axis, slot: int, line: int, *, first: bool) -> _Accumulator:
         """The accumulator of a line; a block may take the slot over from a line that has left."""
-        self._need_slot("acc", axis, slot)
         acc = rank.accs.get((axis, slot))
         if acc is not None and acc.line == line and not acc.gone:
             return acc
@@ -291,9 +300,9 @@ class _Checker:
         for payload, hops in self.hops.items():
             if hops != self.tile.size(AXIS[payload]) - 1:
                 self._fail(f"{payload} makes {hops} hops, not {self.tile.size(AXIS[payload]) - 1}")
+        if len(self.computed) != self.tile.ranks:
+            self._fail(f"each rank computes {len(self.computed)} of {self.tile.ranks} blocks")
         for rank in self.ranks:
-            if len(rank.computed) != self.tile.ranks:
-                self._fail(f"rank {rank.number} computes {len(rank.computed)} of {self.tile.ranks} blocks")
             for axis in self.outward:
                 own = rank.accs[axis, 0]
                 if own.line != 0 or own.parts != (1 << self.tile.ranks) - 1:

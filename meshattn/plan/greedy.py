@@ -12,16 +12,16 @@ starves) and,
     one, is hidden by what remains anyway. Of two outward transfers, the one of the axis with more time left
     to send.
 Compute, merges: at once, since the next outward hop waits for them.
-Compute, blocks: those of the next line to leave, a row or, backward, a column, whichever gives more transfer
-time per
-    block it still misses. Inside a line the interior comes first. Row #0 and, backward, column #0 never
-    leave, so they fill gaps, and block (0, 0) is last of all.
-Compute, patience: a filler block may still run when the chunk arrives that a line waits for. Staying idle
-instead pays
-    when blocks are long and few; both orders are simulated and the shorter is taken.
+Compute, blocks: those of the next line to leave, a row or, backward, a column. Inside a line the interior
+    comes first. Row #0 and, backward, column #0 never leave, so they fill gaps, and block (0, 0) is last.
 
-The first four and the fillers are the method; patience and the second half of the outward rule are there for
-the time bounds at small P and at unequal axes.
+Two questions have no answer that is best everywhere, so the orders of all answers are simulated and the
+shortest is taken. Like the second half of the outward rule they are there for the time bounds alone:
+
+Goal: the line with more transfer time per block that it misses (the profit again), or the line of the axis
+    that needs longer until all its lines have left: better where the axes are unequal and times balanced.
+Patience: a filler block may still run when the chunk arrives that a line waits for. Staying idle instead
+    pays where blocks are long and few, at small P.
 """
 
 from __future__ import annotations
@@ -95,10 +95,18 @@ class _Simulation:
     """One pass over the time model. ``order`` and ``now`` (the makespan) are the result of ``run``."""
 
     def __init__(
-        self, direction: Direction, tile: Tile, costs: Costs, channels: Channels, *, patient: bool
+        self,
+        direction: Direction,
+        tile: Tile,
+        costs: Costs,
+        channels: Channels,
+        *,
+        by_axis: bool,
+        patient: bool,
     ) -> None:
         self.costs = costs
         self.channels: Channels = channels
+        self.by_axis = by_axis
         self.patient = patient
         self.lines = {axis: _new_line(axis, direction, tile, costs) for axis in AXES}
         self.reduced = [line for line in self.lines.values() if line.outward is not None]
@@ -229,11 +237,15 @@ class _Simulation:
         return None
 
     def _goal_axes(self) -> list[_Line]:
-        """The axes that are reduced, first the one with more transfer time per block its next line misses."""
+        """The axes that are reduced, first the one whose next line is the goal; equal: the columns."""
         if len(self.reduced) == 1:
             return self.reduced
         row, col = self.lines["row"], self.lines["col"]
         row_misses, col_misses = row.next_misses(), col.next_misses()
+        if self.by_axis:
+            row_time = row.outward_time() + row_misses * self.costs.block
+            col_time = col.outward_time() + col_misses * self.costs.block
+            return [col, row] if col_time >= row_time else [row, col]
         if col_misses and (not row_misses or col.outward_cost * row_misses >= row.outward_cost * col_misses):
             return [col, row]
         return [row, col]
@@ -271,7 +283,7 @@ def _new_line(axis: Axis, direction: Direction, tile: Tile, costs: Costs) -> _Li
 
 @lru_cache(maxsize=256)
 def build(direction: Direction, tile: Tile, costs: Costs, channels: Channels = "shared") -> Schedule:
-    """The step list of a pass, a pure function of its arguments: the block order decides a result's bits.
+    """The step list of a pass: a pure function of its arguments, as the block order decides the bits.
 
     ``costs`` are integers in any unit (see ``cost.costs``); ``channels`` says whether the transfers of both
     axes share one serial channel or have one each.
@@ -280,7 +292,12 @@ def build(direction: Direction, tile: Tile, costs: Costs, channels: Channels = "
 
 
 def best_order(direction: Direction, tile: Tile, costs: Costs, channels: Channels) -> tuple[int, list[Event]]:
-    """The makespan and the events, by start, of the shorter of the two orders (the impatient one if equal)."""
-    runs = [_Simulation(direction, tile, costs, channels, patient=patient).run() for patient in (False, True)]
-    shorter = min(runs, key=lambda run: run.now)
-    return shorter.now, shorter.order
+    """The makespan and the events, by start, of the shortest of the orders; the first of equal ones."""
+    goals = (False, True) if direction == "backward" else (False,)  # forward only rows leave
+    runs = [
+        _Simulation(direction, tile, costs, channels, by_axis=by_axis, patient=patient).run()
+        for by_axis in goals
+        for patient in (False, True)
+    ]
+    shortest = min(runs, key=lambda run: run.now)
+    return shortest.now, shortest.order

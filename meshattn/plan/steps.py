@@ -59,7 +59,7 @@ class _Cutter:
         missing = [n for n in dict.fromkeys(self.number[need] for need in needs) if n not in self.waited]
         if (
             not self.waits
-            or (missing and self._started(event.time))
+            or (missing and (self._started(event.time) or self._just_started(missing)))
             or (event.kind == "merge" and (self.transfers[-1] or self.blocks[-1]))
             or (event.kind == "transfer" and (self._started(event.time) or self._meets_twin(event)))
         ):
@@ -76,6 +76,10 @@ class _Cutter:
         """Whether the open step holds work that an event of ``time`` must not hold up or jump."""
         anything = self.merges[-1] or self.transfers[-1]
         return bool(self.blocks[-1]) or (bool(anything) and time != self.time)
+
+    def _just_started(self, numbers: list[int]) -> bool:
+        """Whether a transfer starts in the open step: its wait must come later, even if it is free."""
+        return any(t.number in numbers for t in self.transfers[-1])
 
     def _meets_twin(self, event: Event) -> bool:
         assert event.payload is not None

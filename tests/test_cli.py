@@ -1,0 +1,113 @@
+"""The command line: what it prints, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from meshattn.cli import main
+from meshattn.plan import Assignment, CallShape, Tile, build, costs, peak_memory, tiles, total_bytes
+
+
+def out(capsys: pytest.CaptureFixture[str], command: str) -> str:
+    assert main(command.split()) == 0
+    return capsys.readouterr().out
+
+
+def test_table_has_a_line_for_every_tile_ring_included(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = out(capsys, "schedule --ranks 12").splitlines()
+    names = [line.split()[0] for line in lines[1 : 1 + len(tiles(12))]]
+    assert [name.rstrip("*") for name in names] == [str(tile) for tile in tiles(12)]
+    assert sum(name.endswith("*") for name in names) == 1
+
+
+def test_json_agrees_with_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "schedule --ranks 6 --tile 2x3 --seq-len 1001 --heads 8 --kv-heads 2 --head-dim 64 --json"
+    (row,) = json.loads(out(capsys, command))
+    shape = CallShape(1, 167, 8, 2, 64, 64, itemsize=2, reduce_itemsize=4, acc_itemsize=4, causal=True)
+    tile = Tile(2, 3)
+    assert row["tile"] == "2x3"
+    for direction in ("forward", "backward"):
+        assert row["sent_bytes"][direction] == total_bytes(direction, tile, shape)
+        assert row["peak_bytes"][direction] == peak_memory(direction, tile, shape)
+        assert row["num_steps"][direction] == len(build(direction, tile, costs(direction, shape)).steps)
+    assert {(q["direction"], q["channels"]) for q in row["quality"]} == {
+        (direction, channels) for direction in ("forward", "backward") for channels in ("shared", "per_axis")
+    }
+    assert all(q["plain"] >= q["tight"] >= 1 for q in row["quality"])
+
+
+def test_worst_figures_are_the_worst_of_the_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    base = "schedule --ranks 6 --tile 3x2 --json"
+    (worst,) = json.loads(out(capsys, base))
+    each = json.loads(out(capsys, base + " --ratio 0.05 0.1 0.2 0.35 0.5 0.7 1 1.4 2"))
+    assert [row["ratio"] for row in each] == [0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1, 1.4, 2]
+    for i, figures in enumerate(worst["quality"]):
+        assert figures["plain"] == max(row["quality"][i]["plain"] for row in each)
+
+
+def test_types_and_mask_change_what_they_should(capsys: pytest.CaptureFixture[str]) -> None:
+    base = "schedule --ranks 4 --tile 2x2 --ratio 1 --json"
+    (plain,) = json.loads(out(capsys, base))
+    (narrow,) = json.loads(out(capsys, base + " --reduce-dtype bf16"))
+    (wide,) = json.loads(out(capsys, base + " --dtype fp32"))
+    for direction in ("forward", "backward"):
+        sent = [row["sent_bytes"][direction] for row in (narrow, plain, wide)]
+        assert sent == sorted(set(sent))
+
+
+def test_assignment_shows_matrix_groups_and_all_blocks_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    text = out(capsys, "assignment --ranks 6 --tile 2x3 --rank 3")
+    plan = Assignment(Tile(2, 3))
+    assert plan.picture() in text
+    assert "0 1  2 3  4 5" in text and "0 2 4  1 3 5" in text
+    for part in re.split(r"forward, rank 3|backward, rank 3", text)[1:]:
+        blocks = re.findall(r"Q(\d+)-KV(\d+)", part)
+        assert sorted((int(p), int(q)) for p, q in blocks) == [
+            (p, q) for p in plan.queries(3) for q in plan.keys(3)
+        ]
+
+
+def test_wide_matrix_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "too wide" in out(capsys, "assignment --ranks 64 --tile 8x8")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("schedule --ranks 0", "--ranks is 0"),
+        ("schedule --ranks -2", "--ranks is -2"),
+        ("schedule --ranks 6 --tile 2x2", "2x2 takes 4 ranks, not 6; tiles that fit: 1x6, 2x3, 3x2, 6x1"),
+        ("schedule --ranks 6 --tile six", "write it as AxB"),
+        ("schedule --ranks 6 --ratio 0", "--ratio 0 is not between"),
+        ("schedule --ranks 6 --ratio nan", "--ratio nan is not between"),
+        ("schedule --ranks 6 --kv-heads 5", "--kv-heads is 5, but must divide the 32 query heads"),
+        ("schedule --ranks 6 --seq-len 0", "--seq-len is 0"),
+        ("assignment --ranks 6", "--tile"),
+        ("assignment --ranks 6 --tile 2x3 --rank 6", "--rank is 6, but ranks are 0 to 5"),
+        ("", "command"),
+        ("plan", "invalid choice"),
+    ],
+)
+def test_wrong_arguments_end_with_code_2(
+    capsys: pytest.CaptureFixture[str], command: str, message: str
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(command.split())
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_module_is_the_command() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "meshattn", "assignment", "--ranks", "2", "--tile", "1x2"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0 and "tile 1x2" in result.stdout, result.stderr
