@@ -78,8 +78,8 @@ class ScheduleTable:
     tasks           [num_tasks, 8]: query head b*H + h; key/value head b*H_kv + h_kv; key/value tile; first
                     step; number of steps; flags; dkv_turn; 0.
     steps           [num_steps + STEP_PADDING]: query tile | turn << 16. A task's steps are consecutive. Tasks
-                    of all heads share the same steps, so the entry after a task's last is NOT the first of
-                    the worker's next task; it can always be read (the padding).
+                    of several heads share the same steps, so the entry after a task's last is NOT the first
+                    of the worker's next task; it can always be read (the padding).
     turns           [query_tiles]: number of contributions to each query tile, the same for every head. A step
                     with turn 0 stores (or adds onto the accumulator of earlier blocks), others add; the one
                     with turn turns[q] - 1 is the last.
@@ -153,7 +153,8 @@ def choose_schedule(
     """The default table of a shape. Turns depend on all arguments but ``workers``.
 
     1. The query heads of a group stay in registers, unless splitting them over workers shortens the list
-       schedule on the nominal number of workers: with few key/value tiles most workers would be idle.
+       schedule on the nominal number of workers: with few key/value tiles most workers would be idle, and
+       under a causal mask those with shorter tiles would wait at each next head.
     2. A full mask over few heads: ``split_shift``, if the chain of turns at the start is longer than what the
        second task of each key/value tile costs.
     3. A longest task above the fair share of a worker: ``halves``.
@@ -164,7 +165,9 @@ def choose_schedule(
     seen = sum(length > 0 for length in ranges.lengths)
     name, wave = "longest_first", None
     in_flight = heads_in_flight(head_dim, ranges.query_tiles * ranges.q_tile)
-    if ranges.is_uniform:
+    if split:
+        pass  # the ordered stores of dk, dv would come twice as often
+    elif ranges.is_uniform:
         share = units * seen / NOMINAL_WORKERS  # key/value tiles of a worker
         chain = HANDOFF * min(seen, NOMINAL_WORKERS / units)
         gain = chain - max(share, 1.0) * (TASK_COST + ORDERED_STORE_COST)
@@ -192,12 +195,16 @@ def heads_in_flight(head_dim: int, rows: int) -> int:
 
 
 def _split_is_faster(ranges: TileRanges, heads: int, kv_heads: int) -> bool:
-    if kv_heads * ranges.kv_tiles >= 8 * NOMINAL_WORKERS:
-        return False  # enough tasks for good balance; saves the time of finding out
+    """Compares list schedules on the nominal workers.
+
+    A group in registers has a drift as well: workers with shorter key/value tiles come sooner to the next
+    head of the group, where they wait for the longer ones, half the difference of all lengths in the mean.
+    """
     walks, group = longest_first(ranges), heads // kv_heads
     together, apart = job_costs(walks, group, False), job_costs(walks, 1, True)
+    drift = (group - 1) * (max(ranges.lengths, default=0) - min(ranges.lengths, default=0)) // 2
     return (
-        place([cost for cost in together for _ in range(kv_heads)], NOMINAL_WORKERS)[1]
+        place([cost for cost in together for _ in range(kv_heads)], NOMINAL_WORKERS)[1] + drift
         > place([cost for cost in apart for _ in range(heads)], NOMINAL_WORKERS)[1]
     )
 
@@ -251,25 +258,32 @@ def _build(
     wave: int | None,
 ) -> ScheduleTable:
     walks = _walks(name, ranges, workers if wave == 0 else wave)
+    ordered = split_heads and heads > kv_heads
     if walks.min_workers > workers:
         raise ValueError(
             f"schedule {name!r} needs {walks.min_workers} workers, one for each job of a wave, and there are "
             f"{workers}; give a smaller wave or use one of {', '.join(LINEAR)}"
         )
     group = 1 if split_heads else heads // kv_heads
-    units = heads // group
-    _, query, turn = walks.steps()
-    unit, job = launch_order(walks, units, heads_in_flight)
-    ordered = (split_heads and heads > kv_heads) or name in ("halves", "split_shift")
+    variants = [walks]
+    if ordered and walks.slot is None and ranges.is_uniform:
+        # Heads that add to the same dk, dv reach a tile two places apart, so that they end one after another.
+        # Not under other masks: to change the order by length costs more there.
+        places = heads // kv_heads
+        variants = [walks.rotated(2 * v, min(2 * places, ranges.kv_tiles)) for v in range(places)]
+    unit, job = launch_order(walks, heads // group, heads_in_flight)
+    variant = unit % len(variants)
     if walks.slot is None:
-        cost = job_costs(walks, group, ordered)
-        owner = torch.tensor(place([cost[j] for j in job.tolist()], workers)[0], dtype=torch.int64)
+        twice = ordered or name in ("halves", "split_shift")
+        cost = torch.tensor([job_costs(v, group, twice) for v in variants])
+        owner = torch.tensor(place(cost[variant, job].tolist(), workers)[0], dtype=torch.int64)
     else:
         owner = torch.tensor(place_in_turn(len(job), workers), dtype=torch.int64)
-    tasks, row_owner = _task_rows(walks, unit, job, owner, group, heads // kv_heads)
+    tasks, row_owner = _task_rows(variants, unit, job, owner, group, heads // kv_heads)
     worker_start = torch.zeros(workers + 1, dtype=torch.int64)
     worker_start[1:] = torch.cumsum(torch.bincount(row_owner, minlength=workers), 0)
-    turns = torch.bincount(query, minlength=ranges.query_tiles)
+    steps = torch.cat([query | turn << TURN_SHIFT for _, query, turn in map(Walks.steps, variants)])
+    turns = torch.bincount(walks.steps()[1], minlength=ranges.query_tiles)
     return ScheduleTable(
         name=name,
         workers=workers,
@@ -279,7 +293,7 @@ def _build(
         kv_tiles=ranges.kv_tiles,
         worker_start=worker_start.int(),
         tasks=tasks.int().contiguous(),
-        steps=torch.cat((query | turn << TURN_SHIFT, query.new_zeros(STEP_PADDING))).int(),
+        steps=torch.cat((steps, steps.new_zeros(STEP_PADDING))).int(),
         turns=turns.int(),
         unseen=torch.nonzero(turns == 0).squeeze(1).int(),
         max_dkv_turns=max(1, int(tasks[:, 6].max()) + 1 if len(tasks) else 1),
@@ -297,24 +311,31 @@ def _walks(name: str, ranges: TileRanges, wave: int | None) -> Walks:
 
 
 def _task_rows(
-    walks: Walks, unit: Tensor, job: Tensor, owner: Tensor, group: int, true_group: int
+    variants: list[Walks], unit: Tensor, job: Tensor, owner: Tensor, group: int, true_group: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows of ``tasks`` in the order of work of all workers, and the worker of each row."""
+    """Rows of ``tasks`` in the order of work of all workers, and the worker of each row.
+
+    Unit u has the walks of variant u mod their number; the variants differ in the order of jobs of one walk.
+    """
+    walks = variants[0]
     jobs = int(walks.job[-1]) + 1 if len(walks.job) else 0
     per_job = torch.bincount(walks.job, minlength=jobs)
     begin = torch.cumsum(per_job, 0) - per_job
     launch = torch.repeat_interleave(torch.arange(len(job)), per_job[job])
     ends = torch.cumsum(per_job[job], 0)
     walk = begin[job[launch]] + torch.arange(len(launch)) - (ends - per_job[job])[launch]
+    walk = walk + (unit[launch] % len(variants)) * len(walks.kv)
+    all_kv, all_lengths = (torch.cat([getattr(v, name) for v in variants]) for name in ("kv", "length"))
     # Query heads of a unit: one row each. A tile that nothing sees needs only one, to write its zeros.
     launch, walk = launch.repeat_interleave(group), walk.repeat_interleave(group)
     head = unit[launch] * group + torch.arange(len(launch)) % group
-    needed = (walks.length[walk] > 0) | (head % true_group == 0)
+    needed = (all_lengths[walk] > 0) | (head % true_group == 0)
     launch, walk, head = launch[needed], walk[needed], head[needed]
 
-    kv = walks.kv[walk]
-    run = torch.zeros_like(walks.kv)  # walks of one key/value tile in a row within a job
-    run[1:] = torch.cumsum((walks.kv[1:] != walks.kv[:-1]) | (walks.job[1:] != walks.job[:-1]), 0)
+    kv = all_kv[walk]
+    all_jobs = walks.job.repeat(len(variants))
+    run = torch.zeros_like(all_kv)  # walks of one key/value tile in a row within a job
+    run[1:] = torch.cumsum((all_kv[1:] != all_kv[:-1]) | (all_jobs[1:] != all_jobs[:-1]), 0)
     order = torch.arange(len(launch))
     if group > 1 and len(launch):  # in registers: head by head within a run
         key = (launch * (int(run.max()) + 1) + run[walk]) * group + head % group
@@ -333,14 +354,14 @@ def _task_rows(
     rank[by_tile] = torch.arange(len(tile)) - (torch.cumsum(count, 0) - count)[tile[by_tile]]
     dkv_turn[store] = torch.where(count[tile] > 1, rank, -1)
 
-    first_step = torch.cumsum(walks.length, 0) - walks.length
+    first_step = torch.cumsum(all_lengths, 0) - all_lengths
     rows = torch.stack(
         (
             head,
             head // true_group,
             kv,
             first_step[walk],
-            walks.length[walk],
+            all_lengths[walk],
             load * LOAD + store * STORE,
             dkv_turn,
             torch.zeros_like(head),

@@ -21,7 +21,7 @@ A cyclic walk cut where it wraps round becomes linear, at the cost of adding dk 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -64,6 +64,22 @@ class Walks:
         first_of_job = torch.ones_like(self.job, dtype=torch.bool)
         first_of_job[1:] = self.job[1:] != self.job[:-1]
         return int(torch.bincount(self.wave[first_of_job]).max())
+
+    def rotated(self, places: int, block: int) -> Walks:
+        """A linear order whose jobs are turned round by ``places`` places within blocks of ``block``."""
+        assert self.slot is None, "only linear orders can be changed job by job"
+        n = len(self.kv)
+        place = torch.arange(n)
+        begin = place // block * block
+        order = begin + (place - begin + places) % (begin + block).clamp(max=n).sub(begin)
+        return replace(
+            self,
+            kv=self.kv[order],
+            first=self.first[order],
+            length=self.length[order],
+            start=self.start[order],
+            direction=self.direction[order],
+        )
 
     def steps(self) -> tuple[Tensor, Tensor, Tensor]:
         """(walk, query tile, turn) of every step, int64, walk after walk."""
@@ -140,7 +156,8 @@ def halves(ranges: TileRanges) -> Walks:
     for i in sorted(range(ranges.kv_tiles), key=lambda i: (-ranges.lengths[i], i)):
         first, last = ranges.first[i], ranges.last[i]
         cut = min(max(middle, first), last)
-        parts = [(cut, last), (first, cut)] if first < cut < last else [(first, last)]
+        parts = [(first, cut), (cut, last)] if first < cut < last else [(first, last)]
+        parts.sort(key=lambda part: part[1] - part[0])  # the part that ends first adds dk, dv first
         walks += [(i, a, b, b - 1, -1) for a, b in parts]
     return _linear(walks, ranges.query_tiles)
 
