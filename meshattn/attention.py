@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from meshattn import engine
 from meshattn.masks import MaskRule
@@ -322,9 +322,26 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        with _engine_room(ctx.mesh, ctx.call):
-            dq, dk, dv = engine.backward(ctx.call, q, k, v, out, lse, do)
-        return dq, dk, dv, None, None
+        with torch.no_grad(), _engine_room(ctx.mesh, ctx.call):
+            grads = engine.backward(ctx.call, q, k, v, out, lse, do)
+        if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients
+            grads = _Undifferentiable.apply(*grads, q, k, v, do)  # type: ignore[no-untyped-call]
+        return *grads, None, None
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """Ties gradients to what they depend on, so that differentiating them raises.
+
+    PyTorch's own ``once_differentiable`` ties them to ``do`` alone: where that is a constant, a penalty on a
+    gradient would silently count as a constant too.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:3])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        raise NotImplementedError("the gradients of attention cannot be differentiated again")
