@@ -203,6 +203,10 @@ def assert_same_bits(by_rank: Sequence[Results], others: Sequence[Results]) -> N
     assert len(by_rank) == len(others)
     for rank, (mine, theirs) in enumerate(zip(by_rank, others, strict=True)):
         for name, x, y in zip(Results._fields, mine, theirs, strict=True):
-            assert x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)), (
+            assert x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y)), (
                 f"{name} of rank {rank} has other bits"
             )
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
