@@ -1,0 +1,308 @@
+"""User errors name the tensor, its size, the rule and the way out, on all ranks, before any transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import meshattn as ma
+from meshattn.mesh import AttentionMesh
+from meshattn.testing import run_ranks
+from meshattn.transport.threads import SimulatedGroup
+
+RANKS, SEQ_LEN, ROWS = 3, 13, 5
+Words = tuple[str, ...]
+
+
+def _attend(mesh: AttentionMesh, q: Any = None, k: Any = None, v: Any = None, **options: Any) -> Any:
+    plain = torch.ones(2, ROWS, 4, 8)
+    q, k, v = (plain if x is None else x for x in (q, k, v))
+    return ma.mesh_attention(q, k, v, mesh.sequence(SEQ_LEN), **options)
+
+
+def _ones(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(size, dtype=dtype)
+
+
+CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] = {
+    "q-of-3-dims": (
+        lambda m: _attend(m, q=_ones(2, ROWS, 8)),
+        ValueError,
+        ("q is [2, 5, 8]", "4 dims", "[batch, rows, heads, head size]"),
+    ),
+    "whole-sequence": (
+        lambda m: _attend(m, *[_ones(2, SEQ_LEN, 4, 8)] * 3),
+        ValueError,
+        (
+            "q is [2, 13, 4, 8]",
+            "the 5 rows of a shard",
+            "13 tokens, striped",
+            "whole sequence",
+            "seq.shard(tensor, dim=1)",
+        ),
+    ),
+    "heads-before-rows": (
+        lambda m: _attend(m, *[_ones(2, 4, ROWS, 8)] * 3),
+        ValueError,
+        ("q is [2, 4, 5, 8]", "the 5 rows", "transpose dims 1 and 2"),
+    ),
+    "k-of-other-rows": (
+        lambda m: _attend(m, k=_ones(2, 6, 4, 8)),
+        ValueError,
+        ("k is [2, 6, 4, 8]", "dim 1 must have the 5 rows"),
+    ),
+    "v-of-other-rows": (
+        lambda m: _attend(m, v=_ones(2, 6, 4, 8)),
+        ValueError,
+        ("v is [2, 6, 4, 8]", "dim 1 must have the 5 rows"),
+    ),
+    "integers": (
+        lambda m: _attend(m, q=_ones(2, ROWS, 4, 8, dtype=torch.int32)),
+        ValueError,
+        ("q is torch.int32", "float64, float32, bfloat16 or float16"),
+    ),
+    "other-dtype": (
+        lambda m: _attend(m, k=_ones(2, ROWS, 4, 8, dtype=torch.bfloat16)),
+        ValueError,
+        ("k is torch.bfloat16 on cpu but q is torch.float32 on cpu", "must agree"),
+    ),
+    "other-device": (
+        lambda m: _attend(m, v=torch.ones(2, ROWS, 4, 8, device="meta")),
+        ValueError,
+        ("v is torch.float32 on meta but q is torch.float32 on cpu", "must agree"),
+    ),
+    "odd-head-size": (
+        lambda m: _attend(m, *[_ones(2, ROWS, 4, 12)] * 3),
+        ValueError,
+        ("q is [2, 5, 4, 12]", "head size 12", "multiple of 8", "pad it with zeros and pass softmax_scale"),
+    ),
+    "odd-head-size-of-v": (
+        lambda m: _attend(m, v=_ones(2, ROWS, 4, 20)),
+        ValueError,
+        ("v is [2, 5, 4, 20]", "multiple of 8"),
+    ),
+    "batch": (
+        lambda m: _attend(m, k=_ones(1, ROWS, 4, 8)),
+        ValueError,
+        ("batch sizes differ", "q 2, k 1, v 2"),
+    ),
+    "head-size-of-k": (
+        lambda m: _attend(m, k=_ones(2, ROWS, 4, 16)),
+        ValueError,
+        ("q has head size 8 but k 16", "must agree"),
+    ),
+    "heads-of-v": (lambda m: _attend(m, v=_ones(2, ROWS, 2, 8)), ValueError, ("k has 4 heads but v 2",)),
+    "heads-not-a-multiple": (
+        lambda m: _attend(m, None, *[_ones(2, ROWS, 3, 8)] * 2),
+        ValueError,
+        ("q has 4 heads and k 3", "must be a multiple of"),
+    ),
+    "no-kv-heads": (
+        lambda m: _attend(m, None, *[_ones(2, ROWS, 0, 8)] * 2),
+        ValueError,
+        ("q has 4 heads and k 0",),
+    ),
+    "scale-0": (
+        lambda m: _attend(m, softmax_scale=0.0),
+        ValueError,
+        ("softmax_scale is 0.0", "positive and finite", "None for D ** -0.5"),
+    ),
+    "scale-nan": (
+        lambda m: _attend(m, softmax_scale=float("nan")),
+        ValueError,
+        ("softmax_scale is nan", "positive and finite"),
+    ),
+    "reduce-dtype": (
+        lambda m: _attend(m, reduce_dtype=torch.bfloat16),
+        ValueError,
+        ("reduce_dtype=torch.bfloat16", "torch.float32 (the default)"),
+    ),
+    "kernel": (lambda m: _attend(m, kernel="fast"), ValueError, ("kernel is 'fast'", "reference")),
+    "window": (
+        lambda m: _attend(m, window_size=(4, 0)),
+        NotImplementedError,
+        ("window_size=(4, 0)", "use (-1, -1)"),
+    ),
+    "softcap": (lambda m: _attend(m, softcap=30.0), NotImplementedError, ("softcap=30.0", "use 0.0")),
+    "kv-seq": (
+        lambda m: _attend(m, kv_seq=m.sequence(4)),
+        NotImplementedError,
+        ("kv_seq", "not implemented"),
+    ),
+    "documents": (
+        lambda m: m.sequence(8, cu_seqlens=[0, 3, 8]),
+        NotImplementedError,
+        ("cu_seqlens", "its own sequence"),
+    ),
+    "no-tokens": (lambda m: m.sequence(0), ValueError, ("seq_len is 0", "at least one token")),
+    "half-a-token": (lambda m: m.sequence(2.5), ValueError, ("seq_len is 2.5", "whole number")),
+    "layout": (
+        lambda m: m.sequence(8, layout="spiral"),
+        ValueError,
+        ("'spiral'", "striped, zigzag, contiguous"),
+    ),
+    "shard-other-length": (
+        lambda m: m.sequence(SEQ_LEN).shard(_ones(1, 12)),
+        ValueError,
+        ("tensor is [1, 12]", "dim 1 must have 13 rows", "13 tokens"),
+    ),
+    "shard-no-such-dim": (
+        lambda m: m.sequence(SEQ_LEN).shard(_ones(SEQ_LEN)),
+        ValueError,
+        ("tensor has 1 dims", "no dim 1"),
+    ),
+    "shard-with-grad": (
+        lambda m: m.sequence(SEQ_LEN).shard(_ones(1, SEQ_LEN).requires_grad_()),
+        ValueError,
+        ("requires grad", "pass tensor.detach()"),
+    ),
+    "unshard-with-grad": (
+        lambda m: m.sequence(SEQ_LEN).unshard(_ones(1, ROWS).requires_grad_()),
+        ValueError,
+        ("requires grad", "pass tensor.detach()"),
+    ),
+    "unshard-whole": (
+        lambda m: m.sequence(SEQ_LEN).unshard(_ones(1, SEQ_LEN)),
+        ValueError,
+        ("tensor is [1, 13]", "dim 1 must have 5 rows", "not 13"),
+    ),
+    "labels-of-floats": (
+        lambda m: m.sequence(SEQ_LEN).shift_labels(_ones(1, SEQ_LEN)),
+        ValueError,
+        ("input_ids is torch.float32", "integer tokens"),
+    ),
+    "labels-of-a-shard": (
+        lambda m: m.sequence(SEQ_LEN).shift_labels(_ones(1, ROWS).long()),
+        ValueError,
+        ("input_ids is [1, 5]", "dim 1 must have 13 rows"),
+    ),
+    "coordinates-of-auto": (lambda m: m.coordinates(), ValueError, ("'auto'", "pass a tile")),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_calls(name: str) -> None:
+    call, kind, fragments = CALLS[name]
+
+    def on_rank(group: Any) -> tuple[str, int]:
+        mesh = ma.init_attention_mesh(group, timeout=20)
+        with pytest.raises(kind) as info:
+            call(mesh)
+        before = len(mesh.traffic())
+        _attend(mesh)  # the mesh works on
+        return str(info.value), before
+
+    answers = run_ranks(RANKS, on_rank)
+    assert len({text for text, _ in answers}) == 1, "all ranks say the same"
+    text, transfers = answers[0]
+    assert transfers == 0, "refused before any transfer"
+    for fragment in fragments:
+        assert fragment in text
+
+
+MESHES: dict[str, tuple[Callable[[SimulatedGroup], Any], type[Exception], Words]] = {
+    "tile-of-other-ranks": (
+        lambda g: ma.init_attention_mesh(g, tile=(2, 2)),
+        ValueError,
+        ("tile 2x2 needs 4 ranks but the mesh has 3", "1x3, 3x1"),
+    ),
+    "tile-text": (lambda g: ma.init_attention_mesh(g, tile="two"), ValueError, ("'two'", "for example 2x4")),
+    "tile-of-three": (
+        lambda g: ma.init_attention_mesh(g, tile=(1, 3, 1)),
+        ValueError,
+        ("(1, 3, 1)", "(a, b)"),
+    ),
+    "tile-of-zero": (lambda g: ma.init_attention_mesh(g, tile=(0, 3)), ValueError, ("0x3", "at least 1")),
+    "heads": (lambda g: ma.init_attention_mesh(g, heads=3), NotImplementedError, ("heads=3", "use heads=1")),
+    "transport": (
+        lambda g: ma.init_attention_mesh(g, transport="pigeon"),
+        ValueError,
+        ("'pigeon'", "auto, p2p, threads"),
+    ),
+    "p2p-of-threads": (
+        lambda g: ma.init_attention_mesh(g, transport="p2p"),
+        ValueError,
+        ("transport='p2p'", "simulated group"),
+    ),
+    "timeout": (
+        lambda g: ma.init_attention_mesh(g, timeout=timedelta(0)),
+        ValueError,
+        ("timeout is 0 s", "positive"),
+    ),
+    "no-group": (
+        lambda g: ma.init_attention_mesh(),
+        ValueError,
+        ("no process group", "torchrun", "init_process_group"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_wrong_meshes(name: str) -> None:
+    build, kind, fragments = MESHES[name]
+
+    def on_rank(group: SimulatedGroup) -> str:
+        with pytest.raises(kind) as info:
+            build(group)
+        return str(info.value)
+
+    texts = set(run_ranks(RANKS, on_rank))
+    assert len(texts) == 1
+    for fragment in fragments:
+        assert fragment in next(iter(texts))
+
+
+GROUPS: dict[str, tuple[Callable[[], Any], Words]] = {
+    "threads-of-processes": (
+        lambda: ma.init_attention_mesh(transport="threads"),
+        ("transport='threads'", "use 'p2p'"),
+    ),
+    "repeated-rank": (lambda: ma.init_attention_mesh([0, 0]), ("group=[0, 0]", "different ranks of the 2")),
+    "rank-beyond": (lambda: ma.init_attention_mesh([0, 1, 2]), ("group=[0, 1, 2]", "the 2 that there are")),
+    "a-number": (lambda: ma.init_attention_mesh(2), ("group is a int", "list of global ranks")),  # type: ignore[arg-type]
+    "a-word": (lambda: ma.init_attention_mesh("01"), ("group is a str", "DeviceMesh axis")),
+    "two-axes": (
+        lambda: ma.init_attention_mesh(DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("dp", "cp"))),
+        ("2 axes", "device_mesh['cp']"),
+    ),
+}
+
+
+def test_wrong_groups() -> None:
+    """One process group for all of them; a rank outside of a list is told so, the member goes on."""
+
+    def on_rank(_: object) -> list[str]:
+        texts = []
+        for build, _fragments in GROUPS.values():
+            with pytest.raises(ValueError) as info:
+                build()
+            texts.append(str(info.value))
+        if torch.distributed.get_rank() == 1:
+            with pytest.raises(ValueError, match=r"rank 1 is not in the group \[0\]: only its members"):
+                ma.init_attention_mesh([0])
+        else:
+            assert ma.init_attention_mesh([0]).size == 1
+        return texts
+
+    for texts in run_ranks(2, on_rank, "gloo"):
+        for text, (_build, fragments) in zip(texts, GROUPS.values(), strict=True):
+            for fragment in fragments:
+                assert fragment in text
+
+
+def test_ring_attention_refuses_the_same() -> None:
+    def on_rank(group: Any) -> None:
+        mesh = ma.init_attention_mesh(group)
+        x = torch.ones(2, ROWS, 4, 8)
+        with pytest.raises(NotImplementedError, match="softcap"):
+            ma.ring_attention(x, x, x, mesh.sequence(SEQ_LEN), softcap=1.0)
+        with pytest.raises(TypeError, match="sinks"):
+            ma.ring_attention(x, x, x, mesh.sequence(SEQ_LEN), sinks=x)  # type: ignore[call-arg]
+
+    run_ranks(RANKS, on_rank)
