@@ -1,0 +1,304 @@
+"""The portable kernels as objects: see ``meshattn_kernels.contract.AttentionKernel`` for the methods.
+
+All accumulators have rows first, like their results: finishing them is one flat pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from meshattn_kernels.contract import AccumulatorKind
+from meshattn_kernels.dash import ScheduleTable, build_table, choose_schedule
+from meshattn_kernels.intervals import BandIntervals, Intervals
+from meshattn_kernels.portable.backward_dash import clear_rows_kernel, dash_kernel
+from meshattn_kernels.portable.backward_two_loop import dkdv_kernel, dq_kernel
+from meshattn_kernels.portable.finish import add_parts_kernel, scale_and_cast_kernel
+from meshattn_kernels.portable.forward import forward_kernel
+from meshattn_kernels.portable.launch import (
+    capability_of,
+    Tiling,
+    capability_of,
+    check_call,
+    num_workers,
+    on_device,
+    padded,
+    precision,
+    readable,
+    row_bounds,
+    tiling,
+)
+from meshattn_kernels.tile_ranges import visible_ranges
+
+FLAT_BLOCK = 1024
+NOMINAL_PROGRAMS = 128
+"""A group of query heads is cut into parts, each its own program, up to about so many programs. A constant and not
+the number of multiprocessors, so that the order of sums follows from the shape."""
+
+
+class _Portable:
+    """All but the backward."""
+
+    name: ClassVar[str]
+
+    def accumulator_shapes(
+        self,
+        kind: AccumulatorKind,
+        *,
+        batch: int,
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        head_dim_v: int,
+    ) -> dict[str, tuple[int, ...]]:
+        if kind == "out":
+            return {"out": (batch, rows, heads, head_dim_v), "lse": (batch, heads, rows)}
+        if kind == "dq":
+            return {"dq": (batch, rows, heads, head_dim)}
+        return {"dk": (batch, rows, kv_heads, head_dim), "dv": (batch, rows, kv_heads, head_dim_v)}
+
+    def clear(self, kind: AccumulatorKind, acc: Mapping[str, Tensor]) -> None:
+        for name, tensor in acc.items():
+            tensor.fill_(-math.inf if name == "lse" else 0.0)
+
+    def finish(
+        self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
+    ) -> tuple[Tensor, ...]:
+        if kind == "out":
+            return (acc["out"].to(dtype, copy=True),)
+        if kind == "dq":
+            return (_scaled(acc["dq"], softmax_scale, dtype),)
+        return _scaled(acc["dk"], softmax_scale, dtype), acc["dv"].to(dtype, copy=True)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        acc: Mapping[str, Tensor],
+        intervals: Intervals,
+        *,
+        softmax_scale: float,
+        first: bool,
+    ) -> None:
+        check_call(self.name, q, k, v, softmax_scale)
+        if _adds_nothing(intervals, first):
+            return
+        out, lse = acc["out"], acc["lse"]
+        q, k, v = readable(q), readable(k), readable(v)
+        batch, rows, heads, head_dim = q.shape
+        head_dim_v = v.shape[-1]
+        pad, pad_v = padded(head_dim), padded(head_dim_v)
+        tiles = tiling("forward", max(pad, pad_v), q.dtype, capability_of(q.device))
+        bounds = row_bounds(intervals, lse)
+        with on_device(q.device):
+            forward_kernel[(-(-rows // tiles.q_tile), heads, batch)](
+                q, k, v, out, lse, bounds.start, bounds.end, bounds.lo, bounds.hi, intervals.n_q, intervals.n_k,
+                rows, heads // k.shape[2], softmax_scale,
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+                head_dim, head_dim_v, pad, pad_v, tiles.q_tile, tiles.kv_tile, tiles.stages, precision(q.dtype),
+                bounds.band, first, num_warps=tiles.warps,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TritonKernel(_Portable):
+    """The backward of two loops and seven products, which waits for nothing."""
+
+    name: ClassVar[str] = "triton"
+    deterministic: ClassVar[bool] = True
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        dq: Mapping[str, Tensor],
+        dkv: Mapping[str, Tensor],
+        intervals: Intervals,
+        *,
+        softmax_scale: float,
+        first_dq: bool,
+        first_dkv: bool,
+    ) -> None:
+        check_call(self.name, q, k, v, softmax_scale)
+        q, k, v, do = readable(q), readable(k), readable(v), readable(do)
+        lse, delta = lse.contiguous(), delta.contiguous()
+        if not _adds_nothing(intervals, first_dkv):
+            _two_loop_dkdv(q, k, v, do, lse, delta, dkv, intervals, softmax_scale, first_dkv)
+        if not _adds_nothing(intervals, first_dq):
+            _two_loop_dq(q, k, v, do, lse, delta, dq["dq"], intervals, softmax_scale, first_dq)
+
+
+@dataclass(frozen=True)
+class TritonDashKernel(_Portable):
+    """The backward of five products, whose sums follow a table.
+
+    Args:
+        workers: resident thread blocks, by default one a multiprocessor (one in the interpreter).
+        schedule: a name of ``meshattn_kernels.dash``, by default the one chosen for the shape.
+        deterministic: False adds to dq in any order, as a control for measurements.
+    """
+
+    workers: int | None = None
+    schedule: str | None = None
+    deterministic: bool = True
+
+    name: ClassVar[str] = "triton-dash"
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        dq: Mapping[str, Tensor],
+        dkv: Mapping[str, Tensor],
+        intervals: Intervals,
+        *,
+        softmax_scale: float,
+        first_dq: bool,
+        first_dkv: bool,
+    ) -> None:
+        check_call(self.name, q, k, v, softmax_scale)
+        if _adds_nothing(intervals, first_dq or first_dkv):
+            return
+        q, k, v, do = readable(q), readable(k), readable(v), readable(do)
+        lse, delta = lse.contiguous(), delta.contiguous()
+        batch, rows, heads, head_dim = q.shape
+        keys, kv_heads, head_dim_v = v.shape[1:]
+        pad, pad_v = padded(head_dim), padded(head_dim_v)
+        tiles = tiling("dash", max(pad, pad_v), q.dtype, capability_of(q.device))
+        table = self._table(q, k, intervals, tiles).to(q.device)
+        bounds = row_bounds(intervals, lse)
+        dq_acc = dq["dq"]
+        counters = torch.zeros(
+            batch * (heads * table.query_tiles + kv_heads * table.kv_tiles), dtype=torch.int32, device=q.device
+        )
+        with on_device(q.device):
+            if first_dq and not self.deterministic:
+                dq_acc.zero_()
+            elif first_dq and len(table.unseen):
+                width = heads * head_dim
+                block = min(1024, 1 << (width - 1).bit_length())
+                clear_rows_kernel[(len(table.unseen), -(-width // block), batch)](
+                    table.unseen, dq_acc, rows, width, tiles.q_tile, block
+                )
+            dash_kernel[(table.workers,)](
+                q, k, v, do, lse, delta, dq_acc, dkv["dk"], dkv["dv"], bounds.start, bounds.end,
+                table.worker_start, table.tasks, table.steps, counters, bounds.lo, bounds.hi,
+                intervals.n_q, intervals.n_k, rows, keys, heads, kv_heads, batch * heads,
+                table.query_tiles, table.kv_tiles, softmax_scale,
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
+                head_dim, head_dim_v, pad, pad_v, tiles.q_tile, tiles.kv_tile, tiles.stages, precision(q.dtype),
+                bounds.band, first_dq, first_dkv, self.deterministic,
+                num_warps=tiles.warps, launch_cooperative_grid=True,
+            )  # fmt: skip
+
+    def _table(self, q: Tensor, k: Tensor, intervals: Intervals, tiles: Tiling) -> ScheduleTable:
+        batch, rows, heads, head_dim = q.shape
+        keys, kv_heads = k.shape[1:3]
+        workers = self.workers or num_workers(q.device)
+        ranges = visible_ranges(intervals, rows, keys, tiles.q_tile, tiles.kv_tile)
+        if self.schedule is None:
+            return choose_schedule(
+                ranges, heads=batch * heads, kv_heads=batch * kv_heads, head_dim=head_dim, workers=workers
+            )
+        return build_table(
+            self.schedule, ranges, heads=batch * heads, kv_heads=batch * kv_heads, workers=workers
+        )
+
+
+def _two_loop_dkdv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dkv: Mapping[str, Tensor],
+    intervals: Intervals,
+    softmax_scale: float,
+    first: bool,
+) -> None:
+    batch, rows, heads, head_dim = q.shape
+    keys, kv_heads, head_dim_v = v.shape[1:]
+    pad, pad_v = padded(head_dim), padded(head_dim_v)
+    tiles = tiling("dkdv", max(pad, pad_v), q.dtype, capability_of(q.device))
+    bounds = row_bounds(intervals, lse)
+    kv_tiles = -(-keys // tiles.kv_tile)
+    parts = group_parts(heads // kv_heads, batch * kv_heads * kv_tiles)
+    dk, dv = (
+        acc if parts == 1 else torch.empty((parts, *acc.shape), dtype=acc.dtype, device=acc.device)
+        for acc in (dkv["dk"], dkv["dv"])
+    )
+    with on_device(q.device):
+        dkdv_kernel[(kv_tiles, kv_heads * parts, batch)](
+            q, k, v, do, lse, delta, dk, dv, bounds.start, bounds.end, bounds.lo, bounds.hi,
+            intervals.n_q, intervals.n_k, rows, keys, heads // kv_heads, heads // kv_heads // parts,
+            batch * keys * kv_heads, softmax_scale,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
+            head_dim, head_dim_v, pad, pad_v, tiles.q_tile, tiles.kv_tile, tiles.stages, precision(q.dtype),
+            bounds.band, first or parts > 1, num_warps=tiles.warps,
+        )  # fmt: skip
+        if parts > 1:
+            for cut, acc in ((dk, dkv["dk"]), (dv, dkv["dv"])):
+                size = acc.numel()
+                add_parts_kernel[(-(-size // FLAT_BLOCK),)](cut, acc, size, parts, first, FLAT_BLOCK)
+
+
+def _two_loop_dq(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    intervals: Intervals,
+    softmax_scale: float,
+    first: bool,
+) -> None:
+    batch, rows, heads, head_dim = q.shape
+    head_dim_v = v.shape[-1]
+    pad, pad_v = padded(head_dim), padded(head_dim_v)
+    tiles = tiling("dq", max(pad, pad_v), q.dtype, capability_of(q.device))
+    bounds = row_bounds(intervals, lse)
+    with on_device(q.device):
+        dq_kernel[(-(-rows // tiles.q_tile), heads, batch)](
+            q, k, v, do, lse, delta, dq, bounds.start, bounds.end, bounds.lo, bounds.hi,
+            intervals.n_q, intervals.n_k, rows, heads // k.shape[2], softmax_scale,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
+            head_dim, head_dim_v, pad, pad_v, tiles.q_tile, tiles.kv_tile, tiles.stages, precision(q.dtype),
+            bounds.band, first, num_warps=tiles.warps,
+        )  # fmt: skip
+
+
+def group_parts(group: int, tasks: int) -> int:
+    """Parts of a group of query heads: the fewest that give enough programs, a divisor of the group."""
+    parts = (part for part in range(1, group + 1) if group % part == 0)
+    return next((part for part in parts if part * tasks >= NOMINAL_PROGRAMS), group)
+
+
+def _adds_nothing(intervals: Intervals, first: bool) -> bool:
+    """Whether a launch can be spared. For arrays that would need a look at the device: their kernels look."""
+    return not first and isinstance(intervals, BandIntervals) and intervals.is_empty
+
+
+def _scaled(acc: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    result = torch.empty_like(acc, dtype=dtype)
+    size = acc.numel()
+    with on_device(acc.device):
+        scale_and_cast_kernel[(-(-size // FLAT_BLOCK),)](acc, result, size, scale, FLAT_BLOCK)
+    return result

@@ -1,0 +1,223 @@
+"""What a launch needs beside tensors: tile sizes from a static table, checked inputs, row bounds on the device.
+
+Tile sizes decide the order of sums and so bits: they follow from head size, type and GPU generation alone, and
+nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import triton
+from torch import Tensor
+
+from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
+
+Pass = Literal["forward", "dkdv", "dq", "dash"]
+Capability = tuple[int, int]
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter: decided by TRITON_INTERPRET=1 before triton is first imported."""
+
+_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_HEAD_DIM = 256
+_MAX_STRIDE = 2**31 // _MAX_HEAD_DIM
+_interpreter_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tile sizes of one kernel and how the compiler is to build it."""
+
+    q_tile: int
+    kv_tile: int
+    stages: int
+    warps: int
+
+
+# GPUs by how Triton multiplies on them and by shared memory: sm_90 and 100 have asynchronous products; sm_80 has
+# 163 KiB for a thread block; "small" are sm_86, 89 and 120, with 99 KiB.
+_Family = Literal["sm90", "sm80", "small"]
+
+# By family and greatest padded head size, for 16-bit inputs. All spill at most 64 bytes (checked in the tests).
+_HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
+    "forward": {
+        ("sm90", 64): Tiling(128, 64, stages=3, warps=4),
+        ("sm90", 128): Tiling(128, 64, stages=2, warps=4),
+        ("sm90", 256): Tiling(128, 64, stages=2, warps=8),
+        ("sm80", 64): Tiling(128, 64, stages=2, warps=4),
+        ("sm80", 128): Tiling(128, 64, stages=2, warps=8),
+        ("sm80", 256): Tiling(64, 64, stages=2, warps=8),
+        ("small", 64): Tiling(128, 64, stages=2, warps=4),
+        ("small", 128): Tiling(128, 32, stages=2, warps=8),
+        ("small", 256): Tiling(64, 32, stages=2, warps=8),
+    },
+    "dkdv": {
+        ("sm90", 64): Tiling(64, 128, stages=2, warps=8),
+        ("sm90", 128): Tiling(64, 128, stages=2, warps=8),
+        ("sm90", 256): Tiling(32, 64, stages=2, warps=8),
+        ("sm80", 64): Tiling(32, 128, stages=2, warps=8),
+        ("sm80", 128): Tiling(64, 64, stages=2, warps=8),
+        ("sm80", 256): Tiling(32, 64, stages=2, warps=8),
+        ("small", 64): Tiling(32, 128, stages=2, warps=8),
+        ("small", 128): Tiling(64, 64, stages=2, warps=8),
+        ("small", 256): Tiling(32, 32, stages=2, warps=4),
+    },
+    "dq": {
+        ("sm90", 64): Tiling(128, 64, stages=2, warps=8),
+        ("sm90", 128): Tiling(128, 64, stages=2, warps=8),
+        ("sm90", 256): Tiling(64, 32, stages=2, warps=8),
+        ("sm80", 64): Tiling(128, 64, stages=2, warps=8),
+        ("sm80", 128): Tiling(64, 64, stages=2, warps=4),
+        ("sm80", 256): Tiling(64, 32, stages=2, warps=8),
+        ("small", 64): Tiling(64, 64, stages=2, warps=4),
+        ("small", 128): Tiling(64, 64, stages=2, warps=8),
+        ("small", 256): Tiling(32, 32, stages=2, warps=4),
+    },
+    "dash": {
+        ("sm90", 64): Tiling(64, 128, stages=2, warps=8),
+        ("sm90", 128): Tiling(64, 128, stages=2, warps=8),
+        ("sm90", 256): Tiling(32, 64, stages=2, warps=8),
+        ("sm80", 64): Tiling(32, 128, stages=2, warps=8),
+        ("sm80", 128): Tiling(64, 64, stages=2, warps=8),
+        ("sm80", 256): Tiling(32, 64, stages=2, warps=8),
+        ("small", 64): Tiling(32, 128, stages=2, warps=8),
+        ("small", 128): Tiling(64, 64, stages=2, warps=8),
+        ("small", 256): Tiling(32, 32, stages=2, warps=4),
+    },
+}
+# float32 products run without tensor cores, so that they are as exact as eager attention in float32.
+_SINGLE: dict[int, Tiling] = {
+    64: Tiling(32, 32, stages=1, warps=4),
+    128: Tiling(32, 32, stages=1, warps=8),
+    256: Tiling(16, 16, stages=1, warps=8),
+}
+_INTERPRETER: dict[Pass, Tiling] = {
+    "forward": Tiling(32, 16, stages=1, warps=1),
+    "dkdv": Tiling(16, 32, stages=1, warps=1),
+    "dq": Tiling(32, 16, stages=1, warps=1),
+    "dash": Tiling(16, 32, stages=1, warps=1),
+}
+
+
+def tiling(which: Pass, padded_dim: int, dtype: torch.dtype, capability: Capability | None) -> Tiling:
+    """Tile sizes for the greatest padded head size of a call; ``capability`` None is the interpreter."""
+    if capability is None:
+        return _INTERPRETER[which]
+    bucket = max(padded_dim, 64)
+    if dtype == torch.float32:
+        return _SINGLE[bucket]
+    family: _Family = "sm90" if capability[0] in (9, 10) else "sm80" if capability == (8, 0) else "small"
+    return _HALF[which][family, bucket]
+
+
+def padded(dim: int) -> int:
+    """Width of a tile for a head size: the next power of two, at least the 16 of a tensor-core product."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Triton's input_precision of the products."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+@lru_cache(maxsize=None)
+def _device_capability(index: int) -> Capability:
+    return torch.cuda.get_device_capability(index)
+
+
+@lru_cache(maxsize=None)
+def num_workers(device: torch.device) -> int:
+    """Thread blocks that are resident at once, one a multiprocessor; the interpreter runs one after the other."""
+    return 1 if INTERPRETED else int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def capability_of(device: torch.device) -> Capability | None:
+    """Compute capability of a GPU, None where kernels are interpreted."""
+    return None if INTERPRETED else _device_capability(device.index)
+
+
+def check_call(kernel: str, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> None:
+    """Raise ValueError for what these kernels do not serve: device, type, head size, sign of the scale."""
+    if not INTERPRETED and q.device.type != "cuda":
+        raise ValueError(
+            f"q is on {q.device}; kernel {kernel!r} runs on CUDA devices. Move the tensors there, choose "
+            "kernel='reference', or set TRITON_INTERPRET=1 before triton is imported to interpret it (slowly)"
+        )
+    if q.dtype not in _TYPES:
+        raise ValueError(
+            f"q is {q.dtype}; kernel {kernel!r} takes float16, bfloat16 and float32. Cast, or choose "
+            "kernel='reference', which takes every float type"
+        )
+    capability = capability_of(q.device)
+    if capability is not None and capability < (8, 0):
+        raise ValueError(
+            f"{q.device} has compute capability {capability[0]}.{capability[1]}; kernel {kernel!r} needs 8.0. "
+            "Choose kernel='reference'"
+        )
+    for name, dim in (("q and k", q.shape[-1]), ("v", v.shape[-1])):
+        if not 1 <= dim <= _MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} have head size {dim}; kernel {kernel!r} takes 1 to {_MAX_HEAD_DIM}. Choose "
+                "kernel='reference'"
+            )
+    if not softmax_scale > 0:
+        raise ValueError(
+            f"softmax_scale is {softmax_scale}; kernel {kernel!r} takes positive ones. Negate q, or choose "
+            "kernel='reference'"
+        )
+    assert q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+    assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[-1] == k.shape[-1]
+
+
+def readable(x: Tensor) -> Tensor:
+    """x, or a copy of it where its last dim is not contiguous or a stride would overflow 32 bits in a tile."""
+    return x if x.stride(-1) == 1 and x.stride(1) < _MAX_STRIDE else x.contiguous()
+
+
+_bounds_on_device: WeakKeyDictionary[ArrayIntervals, dict[torch.device, tuple[Tensor, Tensor]]] = (
+    WeakKeyDictionary()
+)
+
+
+@dataclass(frozen=True)
+class RowBounds:
+    """The intervals as kernel arguments: two arrays or two integers, the others unused."""
+
+    band: bool
+    start: Tensor
+    end: Tensor
+    lo: int
+    hi: int
+
+
+def row_bounds(intervals: Intervals, unused: Tensor) -> RowBounds:
+    """Arrays are copied to the device of ``unused`` (any tensor, never read) once."""
+    if isinstance(intervals, BandIntervals):
+        return RowBounds(True, unused, unused, intervals.lo, intervals.hi)
+    device = unused.device
+    if intervals.start.device == device:
+        return RowBounds(False, intervals.start, intervals.end, 0, 0)
+    copies = _bounds_on_device.setdefault(intervals, {})
+    if device not in copies:
+        copies[device] = (intervals.start.to(device), intervals.end.to(device))
+    return RowBounds(False, *copies[device], 0, 0)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Launches inside go to this device; interpreted ones, which share global state, run one at a time."""
+    if INTERPRETED:
+        return _interpreter_lock
+    if device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+Launch = Callable[..., Any]
