@@ -1,0 +1,197 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Attention backward for Hopper: one persistent kernel, five products, a fixed order of every sum.
+
+A task is one tile of keys with one query head; a step is one tile of queries of a task. A step, transposed
+throughout so that P and dS come out of the tensor cores in the register layout of an A operand:
+
+    S  = K Q^T                                  [KV_TILE, Q_TILE]
+    P  = exp2(scale * log2e * S - log2e * lse)
+    dP = V dO^T                                 [KV_TILE, Q_TILE]
+    dS = P * (dP - delta)
+    dV += P dO,  dK += dS Q                     [KV_TILE, head size], in registers
+    dQ_step = dS^T K                            [Q_TILE, head size], added to fp32 memory every step
+
+The accumulators of S and dP start at -lse / scale and at -delta (one value a query, broadcast over rows), so that no
+row vector stays live beside dK and dV; 240 registers are the wall. ``prepare.py`` makes these rows. Those of padding
+and of rows that see no key start at -inf and give p = 0 without a mask. The factor scale of dK and dQ is applied when
+they are finished.
+
+Three partitions: 8 math warps (backward_math.py), one warp that loads by TMA, one that writes dQ. Only the writer
+waits for other thread blocks (ordered_add.py), in the order of a table (dash.py, arXiv 2601.21824).
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from meshattn_kernels.hopper.backward_math import LOAD, math_partition
+from meshattn_kernels.hopper.masks import Rows
+from meshattn_kernels.hopper.ordered_add import writer_partition
+from meshattn_kernels.hopper.shim import aggregate, load_tile, new_barriers, reinterpret
+
+WORKER_REGISTERS = gl.constexpr(24)
+"""Of the load and the writer warp; the math warps get 240."""
+
+
+@aggregate
+class Memory:
+    """Shared memory of a thread block. ``*_full`` and ``*_empty`` are mbarriers."""
+
+    k: gl.shared_memory_descriptor  # [KV_TILE, D_TILE]
+    v: gl.shared_memory_descriptor  # [KV_TILE, DV_TILE]
+    q: gl.shared_memory_descriptor  # [STAGES, Q_TILE, D_TILE]
+    do: gl.shared_memory_descriptor  # [STAGES, Q_TILE, DV_TILE]
+    score_init: gl.shared_memory_descriptor  # fp32 [STAGES, Q_TILE]
+    dprob_init: gl.shared_memory_descriptor  # fp32 [STAGES, Q_TILE]
+    ds: gl.shared_memory_descriptor  # [KV_TILE, Q_TILE]
+    dq: gl.shared_memory_descriptor  # fp32 [Q_TILE, D_TILE], see dq_shared_layout
+    kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor  # [STAGES, 1]
+    q_empty: gl.shared_memory_descriptor  # [STAGES, 1]
+    dq_full: gl.shared_memory_descriptor
+    dq_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        k,
+        v,
+        q,
+        do,
+        score_init,
+        dprob_init,
+        ds,
+        dq,
+        kv_full,
+        kv_empty,
+        q_full,
+        q_empty,
+        dq_full,
+        dq_empty,
+    ):
+        self.k, self.v, self.q, self.do = k, v, q, do
+        self.score_init, self.dprob_init, self.ds, self.dq = score_init, dprob_init, ds, dq
+        self.kv_full, self.kv_empty, self.q_full, self.q_empty = kv_full, kv_empty, q_full, q_empty
+        self.dq_full, self.dq_empty = dq_full, dq_empty
+
+
+@aggregate
+class Gradients:
+    """dk [B, C_k, H_kv, D] and dv [B, C_k, H_kv, D_v], fp32 and contiguous, their sizes and their turn counters."""
+
+    dk: gl.tensor
+    dv: gl.tensor
+    counters: gl.tensor
+    keys: gl.tensor
+    kv_heads: gl.tensor
+    num_tiles: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, dk, dv, counters, keys, kv_heads, num_tiles):
+        self.dk, self.dv, self.counters = dk, dv, counters
+        self.keys, self.kv_heads, self.num_tiles = keys, kv_heads, num_tiles
+
+
+@gluon.jit
+def load_partition(
+    q_desc, do_desc, k_desc, v_desc, init_desc, worker_start, tasks, steps, heads, kv_heads, num_q_tiles, num_rows,
+    memory,
+):  # fmt: skip
+    """``init_desc``: fp32 vector of the rows that start S, and num_rows further on of those that start dP."""
+    STAGES: gl.constexpr = memory.q.shape[0]
+    Q_TILE: gl.constexpr = memory.q.shape[1]
+    D_TILE: gl.constexpr = memory.q.shape[2]
+    DV_TILE: gl.constexpr = memory.do.shape[2]
+    KV_TILE: gl.constexpr = memory.k.shape[0]
+    worker = gl.program_id(0)
+    step = 0
+    tile_number = 0
+    for task in range(gl.load(worker_start + worker), gl.load(worker_start + worker + 1)):
+        flat_head = gl.load(tasks + task * 8)
+        first_step = gl.load(tasks + task * 8 + 3)
+        num_steps = gl.load(tasks + task * 8 + 4)
+        batch = flat_head // heads
+        head = flat_head - batch * heads
+        if gl.load(tasks + task * 8 + 5) & LOAD:
+            kv_head = gl.load(tasks + task * 8 + 1) - batch * kv_heads
+            key = gl.load(tasks + task * 8 + 2) * KV_TILE
+            mbarrier.wait(memory.kv_empty, (tile_number & 1) ^ 1)
+            mbarrier.expect(memory.kv_full, KV_TILE * (D_TILE + DV_TILE) * 2)
+            load_tile(
+                k_desc, [batch, kv_head, key, 0], memory.kv_full,
+                reinterpret(memory.k, [1, 1, KV_TILE, D_TILE], k_desc.layout),
+            )  # fmt: skip
+            load_tile(
+                v_desc, [batch, kv_head, key, 0], memory.kv_full,
+                reinterpret(memory.v, [1, 1, KV_TILE, DV_TILE], v_desc.layout),
+            )  # fmt: skip
+            tile_number += 1
+        entry = gl.load(steps + first_step)
+        for t in range(num_steps):
+            q_tile = entry & 0xFFFF
+            entry = gl.load(steps + first_step + t + 1)  # ahead of its use: the table is padded at its end
+            row = q_tile * Q_TILE
+            init_at = (flat_head * num_q_tiles + q_tile) * Q_TILE
+            stage = step % STAGES
+            full = memory.q_full.index(stage)
+            mbarrier.wait(memory.q_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full, Q_TILE * (D_TILE + DV_TILE) * 2 + 2 * Q_TILE * 4)
+            load_tile(
+                q_desc, [batch, head, row, 0], full,
+                reinterpret(memory.q.index(stage), [1, 1, Q_TILE, D_TILE], q_desc.layout),
+            )  # fmt: skip
+            load_tile(init_desc, [init_at], full, memory.score_init.index(stage))
+            load_tile(
+                do_desc, [batch, head, row, 0], full,
+                reinterpret(memory.do.index(stage), [1, 1, Q_TILE, DV_TILE], do_desc.layout),
+            )  # fmt: skip
+            load_tile(init_desc, [num_rows + init_at], full, memory.dprob_init.index(stage))
+            step += 1
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "lo", "hi", "n_q", "n_k", "heads", "kv_heads", "num_keys", "num_q_tiles", "num_kv_tiles", "num_rows", "scale",
+    ],
+    do_not_specialize_on_alignment=[
+        "start_ptr", "end_ptr", "counters", "dkv_counters", "worker_start", "tasks", "steps",
+    ],
+)  # fmt: skip
+def backward_kernel(
+    q_desc, do_desc, k_desc, v_desc, dq_desc, init_desc, dk_ptr, dv_ptr, start_ptr, end_ptr,
+    counters, dkv_counters, worker_start, tasks, steps,
+    lo, hi, n_q, n_k, heads, kv_heads, num_keys, num_q_tiles, num_kv_tiles, num_rows, scale,
+    Q_TILE: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, Q_HALVES: gl.constexpr,
+    MASK: gl.constexpr, FIRST_DQ: gl.constexpr, FIRST_DKV: gl.constexpr, GROUPED: gl.constexpr,
+    SHARED: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """q_desc, do_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is read as
+    zero. dq_desc: [B * H, C_q, D / 32, 32] (or / 16, 16). Counters are zero. FIRST_*: that accumulator is overwritten. GROUPED:
+    some tasks lack LOAD or STORE. SHARED: some have a dkv turn. Not ORDERED: nothing waits, dq is zero before the first block; for measurements only."""
+    TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    DQ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)  # a stand-in, see dq_shared_layout
+    memory = Memory(
+        gl.allocate_shared_memory(k_desc.dtype, [KV_TILE, D_TILE], TILE_LAYOUT),
+        gl.allocate_shared_memory(v_desc.dtype, [KV_TILE, DV_TILE], TILE_LAYOUT),
+        gl.allocate_shared_memory(q_desc.dtype, [STAGES, Q_TILE, D_TILE], TILE_LAYOUT),
+        gl.allocate_shared_memory(do_desc.dtype, [STAGES, Q_TILE, DV_TILE], TILE_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [STAGES, Q_TILE], init_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, Q_TILE], init_desc.layout),
+        gl.allocate_shared_memory(k_desc.dtype, [KV_TILE, Q_TILE], TILE_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [Q_TILE, D_TILE], DQ_LAYOUT),
+        new_barriers(1, 1).index(0), new_barriers(1, 1).index(0),
+        new_barriers(STAGES, 1), new_barriers(STAGES, 1),
+        new_barriers(1, 1).index(0), new_barriers(1, 1).index(0),
+    )  # fmt: skip
+    rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
+    gradients = Gradients(dk_ptr, dv_ptr, dkv_counters, num_keys, kv_heads, num_kv_tiles)
+    fence_async_shared()
+    gl.warp_specialize([
+        (math_partition, (gradients, worker_start, tasks, steps, rows, scale, memory,
+                          HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, SHARED)),
+        (load_partition, (q_desc, do_desc, k_desc, v_desc, init_desc, worker_start, tasks, steps, heads, kv_heads,
+                          num_q_tiles, num_rows, memory)),
+        (writer_partition, (dq_desc, counters, worker_start, tasks, steps, num_q_tiles, memory, FIRST_DQ, ORDERED)),
+    ], [1, 1], [WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip

@@ -1,0 +1,351 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Attention forward for Hopper: one persistent kernel that merges a block of keys into out and lse.
+
+A task is one block of query rows of one head: 64 rows for each consumer. A consumer is a partition of its own (one
+warpgroup), so that consumers drift apart and one does softmax while another keeps the tensor cores busy; no barrier
+orders them. One more warp loads by TMA. Tiles of keys are visited from the last to the first: the diagonal of a
+causal mask comes at the start.
+
+The online softmax (FlashAttention-2, arXiv 2307.08691) goes on from the accumulator of earlier blocks: a row with
+normalised out and log-sum-exp lse continues as a row with maximum lse, sum 1 and weighted sum out.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from meshattn_kernels.hopper.masks import FULL, Rows, common_keys, row_bounds
+from meshattn_kernels.hopper.shim import LN2, LOG2E, aggregate, load_tile, new_barriers, reinterpret
+
+ROWS = gl.constexpr(64)
+"""Query rows of a consumer: what one warpgroup instruction takes."""
+MAX_START = gl.constexpr(-1e30)
+"""Finite, so that exp2(old maximum - new maximum) is never inf - inf."""
+TASK_FIELDS = gl.constexpr(8)
+"""int32 values of a task: batch, query head, key/value head, query block, first tile, number of tiles, 0, 0."""
+
+
+@aggregate
+class Memory:
+    """Shared memory of a thread block. ``*_full`` and ``*_empty`` are mbarriers, one a consumer (q) or stage."""
+
+    q: gl.shared_memory_descriptor  # [CONSUMERS, 64, D_TILE]
+    k: gl.shared_memory_descriptor  # [STAGES, KV_TILE, D_TILE]
+    v: gl.shared_memory_descriptor  # [STAGES, KV_TILE, DV_TILE]
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty):
+        self.q, self.k, self.v = q, k, v
+        self.q_full, self.q_empty, self.k_full, self.k_empty = q_full, q_empty, k_full, k_empty
+        self.v_full, self.v_empty = v_full, v_empty
+
+
+@aggregate
+class Output:
+    """The accumulators and their sizes: out [B, C, H, D_v] and lse [B, H, C], contiguous."""
+
+    out: gl.tensor
+    lse: gl.tensor
+    rows: gl.tensor
+    heads: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, out, lse, rows, heads):
+        self.out, self.lse, self.rows, self.heads = out, lse, rows, heads
+
+
+@gluon.jit
+def load_partition(q_desc, k_desc, v_desc, worker_start, tasks, memory):
+    CONSUMERS: gl.constexpr = memory.q.shape[0]
+    D_TILE: gl.constexpr = memory.q.shape[2]
+    DV_TILE: gl.constexpr = memory.v.shape[2]
+    STAGES: gl.constexpr = memory.k.shape[0]
+    KV_TILE: gl.constexpr = memory.k.shape[1]
+    worker = gl.program_id(0)
+    step = 0
+    task_number = 0
+    for task in range(gl.load(worker_start + worker), gl.load(worker_start + worker + 1)):
+        row = tasks + task * TASK_FIELDS
+        batch = gl.load(row)
+        head = gl.load(row + 1)
+        kv_head = gl.load(row + 2)
+        block = gl.load(row + 3)
+        first_tile = gl.load(row + 4)
+        num_tiles = gl.load(row + 5)
+        for c in gl.static_range(CONSUMERS):
+            mbarrier.wait(memory.q_empty.index(c), (task_number & 1) ^ 1)
+            mbarrier.expect(memory.q_full.index(c), ROWS * D_TILE * 2)
+            load_tile(
+                q_desc, [batch, head, (block * CONSUMERS + c) * ROWS, 0], memory.q_full.index(c),
+                reinterpret(memory.q.index(c), [1, 1, ROWS, D_TILE], q_desc.layout),
+            )  # fmt: skip
+        for i in range(num_tiles):
+            key = (first_tile + num_tiles - 1 - i) * KV_TILE
+            stage = step % STAGES
+            parity = ((step // STAGES) & 1) ^ 1
+            mbarrier.wait(memory.k_empty.index(stage), parity)
+            mbarrier.expect(memory.k_full.index(stage), KV_TILE * D_TILE * 2)
+            load_tile(
+                k_desc, [batch, kv_head, key, 0], memory.k_full.index(stage),
+                reinterpret(memory.k.index(stage), [1, 1, KV_TILE, D_TILE], k_desc.layout),
+            )  # fmt: skip
+            mbarrier.wait(memory.v_empty.index(stage), parity)
+            mbarrier.expect(memory.v_full.index(stage), KV_TILE * DV_TILE * 2)
+            load_tile(
+                v_desc, [batch, kv_head, key, 0], memory.v_full.index(stage),
+                reinterpret(memory.v.index(stage), [1, 1, KV_TILE, DV_TILE], v_desc.layout),
+            )  # fmt: skip
+            step += 1
+        task_number += 1
+
+
+@gluon.jit
+def issue_scores(q, memory, step):
+    """Wait for K of this step; asynchronous Q K^T  ->  fp32 [64, KV_TILE]."""
+    STAGES: gl.constexpr = memory.k.shape[0]
+    KV_TILE: gl.constexpr = memory.k.shape[1]
+    stage = step % STAGES
+    mbarrier.wait(memory.k_full.index(stage), (step // STAGES) & 1)
+    zeros = gl.zeros(
+        (ROWS, KV_TILE), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    )
+    return warpgroup_mma(q, memory.k.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_output(probs, out, memory, step):
+    """Wait for V of this step; asynchronous out + P V  ->  fp32 [64, DV_TILE]."""
+    STAGES: gl.constexpr = memory.v.shape[0]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 2)
+    stage = step % STAGES
+    operand = gl.convert_layout(probs.to(memory.v.dtype), OPERAND)  # no data movement: same registers
+    mbarrier.wait(memory.v_full.index(stage), (step // STAGES) & 1)
+    return warpgroup_mma(operand, memory.v.index(stage), out, is_async=True)
+
+
+@gluon.jit
+def online_softmax(
+    scores,
+    row_max,
+    row_sum,
+    first_row,
+    first_key,
+    rows,
+    common_start,
+    common_end,
+    exp2_scale,
+    MASK: gl.constexpr,
+):
+    """scores fp32 [64, KV_TILE] -> P, new row maximum and sum (fp32 [64], base 2), factor for the old sums."""
+    KV_TILE: gl.constexpr = scores.shape[1]
+    LAYOUT: gl.constexpr = scores.type.layout
+    if MASK != FULL:
+        # A branch in ONE loop: separate loops for masked and unmasked tiles spill and are slower.
+        if (first_key < common_start) | (first_key + KV_TILE > common_end):
+            start, end = row_bounds(
+                rows, first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), MASK
+            )
+            key = first_key + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, LAYOUT))
+            visible = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
+            # Not a finite value: a row whose tile is all masked would give exp2 of a rounding error of 1e22.
+            scores = gl.where(visible, scores, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * exp2_scale)
+    probs = gl.exp2(scores * exp2_scale - new_max[:, None])
+    rescale = gl.exp2(row_max - new_max)
+    return probs, new_max, row_sum * rescale + gl.sum(probs, 1), rescale
+
+
+@gluon.jit
+def out_addresses(output, task_row, first_row, num_rows, HEAD_DIM_V: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where the 64 rows of a task lie in out, and which of them and of their columns are below num_rows and D_v.
+
+    Batch and head are loaded here, at every use: registers that live through the loop are dearer.
+    """
+    DV_TILE: gl.constexpr = LAYOUT.instr_shape[1]
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, DV_TILE, layout=gl.SliceLayout(0, LAYOUT))
+    batch = gl.load(task_row).to(gl.int64)
+    head = gl.load(task_row + 1)
+    tile = output.out + ((batch * output.rows + first_row) * output.heads + head) * HEAD_DIM_V
+    offset = (row * (output.heads * HEAD_DIM_V))[:, None] + column[None, :]
+    return tile + offset, (first_row + row < num_rows)[:, None] & (column < HEAD_DIM_V)[None, :]
+
+
+@gluon.jit
+def lse_addresses(output, task_row, first_row, num_rows, LAYOUT: gl.constexpr):
+    """Where the 64 rows of a task lie in lse, and which of them are below num_rows."""
+    row = first_row + gl.arange(0, ROWS, layout=LAYOUT)
+    head = gl.load(task_row) * output.heads + gl.load(task_row + 1)
+    return output.lse + head.to(gl.int64) * output.rows + row, row < num_rows
+
+
+@gluon.jit
+def consumer(
+    INDEX: gl.constexpr, output, rows, worker_start, tasks, scale, memory,
+    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """64 query rows of each task. CARRY_PROBS: P is carried from step to step and P V of a step runs during the
+    softmax of the next. Otherwise the scores are carried, Q K^T of the next step and P V of this one are issued
+    together, and only the other consumers fill the tensor cores during the softmax."""
+    CONSUMERS: gl.constexpr = memory.q.shape[0]
+    STAGES: gl.constexpr = memory.k.shape[0]
+    KV_TILE: gl.constexpr = memory.k.shape[1]
+    DV_TILE: gl.constexpr = memory.v.shape[2]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV_TILE, 16])
+    S_ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    exp2_scale = scale * LOG2E
+    worker = gl.program_id(0)
+    step = 0
+    task_number = 0
+    for task in range(gl.load(worker_start + worker), gl.load(worker_start + worker + 1)):
+        task_row = tasks + task * TASK_FIELDS
+        first_row = (gl.load(task_row + 3) * CONSUMERS + INDEX) * ROWS
+        first_tile = gl.load(task_row + 4)
+        num_tiles = gl.load(task_row + 5)
+        if FIRST:
+            out = gl.zeros((ROWS, DV_TILE), gl.float32, O_LAYOUT)
+            row_max = gl.full((ROWS,), MAX_START, gl.float32, S_ROW)
+            row_sum = gl.full((ROWS,), 0.0, gl.float32, S_ROW)
+        else:
+            out_at, out_mask = out_addresses(output, task_row, first_row, rows.n_q, HEAD_DIM_V, O_LAYOUT)
+            lse_at, lse_mask = lse_addresses(output, task_row, first_row, rows.n_q, S_ROW)
+            out = gl.load(out_at, mask=out_mask, other=0.0)
+            lse = gl.load(lse_at, mask=lse_mask, other=float("-inf"))
+            row_max = gl.maximum(lse * LOG2E, MAX_START)
+            row_sum = gl.where(lse > float("-inf"), 1.0, 0.0)
+        common_start, common_end = common_keys(rows, first_row, ROWS, MASK)
+        key = (first_tile + num_tiles - 1) * KV_TILE
+        mbarrier.wait(memory.q_full.index(INDEX), task_number & 1)
+        q = memory.q.index(INDEX)
+        scores = warpgroup_mma_wait(0, deps=[issue_scores(q, memory, step)])
+        mbarrier.arrive(memory.k_empty.index(step % STAGES), count=1)
+        if CARRY_PROBS:
+            probs, row_max, row_sum, rescale = online_softmax(
+                scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale, MASK
+            )
+            probs = probs.to(memory.v.dtype)
+            if not FIRST:
+                out = out * gl.convert_layout(rescale, O_ROW)[:, None]
+            for _i in range(1, num_tiles):
+                key -= KV_TILE
+                scores = issue_scores(q, memory, step + 1)
+                out = issue_output(probs, out, memory, step)
+                scores = warpgroup_mma_wait(1, deps=[scores])
+                mbarrier.arrive(memory.k_empty.index((step + 1) % STAGES), count=1)
+                next_probs, row_max, row_sum, rescale = online_softmax(
+                    scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale, MASK
+                )
+                out = warpgroup_mma_wait(0, deps=[out])
+                mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
+                out = out * gl.convert_layout(rescale, O_ROW)[:, None]
+                probs = next_probs.to(memory.v.dtype)
+                step += 1
+        else:
+            for _i in range(0, num_tiles - 1):
+                probs, row_max, row_sum, rescale = online_softmax(
+                    scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale, MASK
+                )
+                key -= KV_TILE
+                scores = issue_scores(q, memory, step + 1)
+                out = out * gl.convert_layout(rescale, O_ROW)[:, None]
+                out = issue_output(probs, out, memory, step)
+                scores = warpgroup_mma_wait(1, deps=[scores])
+                mbarrier.arrive(memory.k_empty.index((step + 1) % STAGES), count=1)
+                out = warpgroup_mma_wait(0, deps=[out])
+                mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
+                step += 1
+            probs, row_max, row_sum, rescale = online_softmax(
+                scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale, MASK
+            )
+            out = out * gl.convert_layout(rescale, O_ROW)[:, None]
+        mbarrier.arrive(memory.q_empty.index(INDEX), count=1)
+        out = warpgroup_mma_wait(0, deps=[issue_output(probs, out, memory, step)])
+        mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
+        step += 1
+        task_number += 1
+        # Padding rows saw what their q, read as zero, would see: they are written as empty, or not at all.
+        written = output.rows if FIRST else rows.n_q
+        lse_at, lse_mask = lse_addresses(output, task_row, first_row, written, S_ROW)
+        row_sum = gl.where(first_row + gl.arange(0, ROWS, layout=S_ROW) < rows.n_q, row_sum, 0.0)
+        weight = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)
+        lse = gl.where(row_sum > 0.0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
+        gl.store(lse_at, lse, mask=lse_mask)
+        out_at, out_mask = out_addresses(output, task_row, first_row, written, HEAD_DIM_V, O_LAYOUT)
+        gl.store(out_at, out * gl.convert_layout(weight, O_ROW)[:, None], mask=out_mask)
+
+
+@gluon.jit
+def consumer_0(
+    output, rows, worker_start, tasks, scale, memory,
+    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    consumer(0, output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)
+
+
+@gluon.jit
+def consumer_1(
+    output, rows, worker_start, tasks, scale, memory,
+    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    consumer(1, output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)
+
+
+@gluon.jit
+def consumer_2(
+    output, rows, worker_start, tasks, scale, memory,
+    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    consumer(2, output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)
+
+
+@gluon.jit(
+    do_not_specialize=["lo", "hi", "n_q", "n_k", "num_rows", "heads", "scale"],
+    do_not_specialize_on_alignment=["lse_ptr", "start_ptr", "end_ptr", "worker_start", "tasks"],
+)
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, start_ptr, end_ptr, worker_start, tasks,
+    lo, hi, n_q, n_k, num_rows, heads, scale,
+    CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr,
+    FIRST: gl.constexpr,
+):  # fmt: skip
+    """q_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is read as zero."""
+    TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    memory = Memory(
+        gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT),
+        gl.allocate_shared_memory(k_desc.dtype, [STAGES, KV_TILE, D_TILE], TILE_LAYOUT),
+        gl.allocate_shared_memory(v_desc.dtype, [STAGES, KV_TILE, DV_TILE], TILE_LAYOUT),
+        new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1),
+        new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS),
+        new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS),
+    )  # fmt: skip
+    rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
+    output = Output(out_ptr, lse_ptr, num_rows, heads)
+    fence_async_shared()
+    # Argument tuples must be written inline: a tuple built before the call does not compile.
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consumer_0, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+            (consumer_1, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+            (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer_0, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+            (consumer_1, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+            (consumer_2, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+            (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip

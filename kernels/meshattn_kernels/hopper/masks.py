@@ -1,0 +1,59 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Row intervals inside the kernels: which tiles need a mask, and the mask.
+
+Row s sees the keys start(s) <= t < end(s), both non-decreasing in s. So the rows s0 .. s1 see all keys of a tile
+if start(s1) <= the first and the last < end(s0), and only other tiles pay for a mask. MASK says where the bounds
+come from: FULL, every row sees every key and no tile needs a mask; BAND, from s - t between lo and hi; ARRAY,
+from two int32 arrays.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from meshattn_kernels.hopper.shim import aggregate
+
+FULL = gl.constexpr(0)
+BAND = gl.constexpr(1)
+ARRAY = gl.constexpr(2)
+
+
+@aggregate
+class Rows:
+    """The intervals of a call as kernel arguments; with a band the pointers are not read, else lo and hi not."""
+
+    start: gl.tensor  # pointers to int32 [C_q]
+    end: gl.tensor
+    lo: gl.tensor
+    hi: gl.tensor
+    n_q: gl.tensor  # at least 1
+    n_k: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, start, end, lo, hi, n_q, n_k):
+        self.start, self.end, self.lo, self.hi = start, end, lo, hi
+        self.n_q, self.n_k = n_q, n_k
+
+
+@gluon.jit
+def common_keys(rows, first, ROWS: gl.constexpr, MASK: gl.constexpr):
+    """Start and end of the keys that all of the rows first .. first + ROWS - 1 see. Padding rows do not count."""
+    if MASK == ARRAY:
+        begin = gl.load(rows.start + gl.minimum(first + ROWS, rows.n_q) - 1)
+        end = gl.load(rows.end + gl.minimum(first, rows.n_q - 1))
+    else:
+        begin = first + (ROWS - 1) - rows.hi
+        end = gl.minimum(first + 1 - rows.lo, rows.n_k)
+    return begin, end
+
+
+@gluon.jit
+def row_bounds(rows, row, MASK: gl.constexpr):
+    """Start and end of each row of a vector. Of padding rows they mean nothing."""
+    if MASK == ARRAY:
+        real = gl.minimum(row, rows.n_q - 1)
+        start = gl.load(rows.start + real)
+        end = gl.load(rows.end + real)
+    else:
+        start = row - rows.hi
+        end = gl.minimum(row - rows.lo + 1, rows.n_k)
+    return start, end

@@ -1,0 +1,137 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Ordered accumulation: the part of the backward that makes it deterministic.
+
+Every tile of dq receives one contribution from each tile of keys that it sees, computed by different thread blocks.
+They are added to fp32 memory by TMA in a fixed order: counter[head, query tile] holds the turn that is due. One warp
+of each block does nothing else, so a wait never stops the tensor cores until the one buffer is needed again. dk and
+dv of a tile of keys that several blocks share are added in order by the math warps themselves, once a task.
+
+An addition is published by release only after it has landed in memory, which ``store_wait`` does not say: it waits
+until shared memory has been read (``wait_group.read``). Hence the ``wait_group 0`` here.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from meshattn_kernels.hopper.shim import reinterpret, tma_reduce_add
+
+# A wait can only fail to end if the grid is not resident as a whole or a table is wrong; some ten seconds of reads.
+_SPIN = """{ .reg .pred again, stuck; .reg .b32 seen, reads; mov.b32 reads, 0;
+SPIN: ld.acquire.gpu.global.b32 seen, [$1];
+add.s32 reads, reads, 1; setp.ne.b32 again, seen, $2; setp.gt.s32 stuck, reads, 10000000;
+@stuck trap;
+@again bra SPIN;
+mov.b32 $0, seen; }"""
+_FINISH = """{ .reg .pred first; .reg .b32 lane;
+cp.async.bulk.wait_group 0;
+bar.warp.sync 0xffffffff;
+mov.u32 lane, %laneid; setp.eq.b32 first, lane, 0;
+@first fence.proxy.async.global;
+@first st.release.gpu.global.b32 [$1], $2;
+mov.b32 $0, lane; }"""
+SPIN = gl.constexpr(_SPIN)
+FINISH = gl.constexpr(_FINISH)
+
+
+@gluon.jit
+def wait_for_count(counter, count):
+    """Every thread spins with acquire until *counter == count, and traps rather than hang for ever."""
+    return gl.inline_asm_elementwise(SPIN, "=r,l,r", [counter, count], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def finish_turn(counter, next_turn):
+    """One warp: wait until its bulk stores are in memory, then publish with release."""
+    return gl.inline_asm_elementwise(
+        FINISH, "=r,l,r", [counter, next_turn], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def count_thread(counter):
+    """Every thread adds 1 with release, after its own stores: a turn has ended when all threads have."""
+    return gl.inline_asm_elementwise(
+        "red.release.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0;",
+        "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.constexpr_function
+def segment_of(head_dim):
+    """fp32 values of a row of dq that TMA swizzles as one line: 128 bytes, or 64 where the head size asks for it."""
+    return 32 if head_dim % 32 == 0 else 16
+
+
+@gluon.constexpr_function
+def column_order(d_tile, segment):
+    """Which bit of a column is bit 0, 1, ... of its place in a row of dq: never mixes columns of two segments."""
+    if d_tile == 128:
+        return [0, 3, 1, 2, 4, 5, 6]
+    return [0, 3, 1, 4, 2, 5] if segment == 32 else [0, 3, 1, 2, 4, 5]
+
+
+@gluon.constexpr_function
+def dq_shared_layout(q_tile, d_tile, segment):
+    """How a tile of dq lies in shared memory: each thread stores whole 16-byte vectors, without bank conflicts.
+
+    Entry i is the (row, column) that bit i of the offset stands for. Columns are permuted inside a row, so that two
+    pairs that one thread holds (columns c and c + 8) meet; then come rows. On its way out TMA swaps 16-byte units
+    inside a line by XOR of offset bits 2, 3, .. with bits 5, 6, ..; the same XOR here makes global memory plain. With
+    segments of 32 the lanes that store together (two rows, four vectors each) hit all banks.
+    """
+    plain = [[0, 1 << bit] for bit in column_order(d_tile, segment)]
+    row = 1
+    while row < q_tile:
+        plain.append([row, 0])
+        row *= 2
+    for bit in (5, 6, 7) if segment == 32 else (5, 6):
+        plain[bit] = [plain[bit][0] ^ plain[bit - 3][0], plain[bit][1] ^ plain[bit - 3][1]]
+    return gl.SharedLinearLayout(plain, [], 1024)
+
+
+@gluon.jit
+def writer_partition(
+    dq_desc,
+    counters,
+    worker_start,
+    tasks,
+    steps,
+    num_q_tiles,
+    memory,
+    FIRST: gl.constexpr,
+    ORDERED: gl.constexpr,
+):
+    """One warp: adds each dq tile to global memory when its turn has come."""
+    Q_TILE: gl.constexpr = memory.q.shape[1]
+    SEGMENT: gl.constexpr = dq_desc.block_shape[3]
+    SEGMENTS: gl.constexpr = memory.q.shape[2] // SEGMENT
+    worker = gl.program_id(0)
+    source = reinterpret(memory.dq, [1, Q_TILE, SEGMENTS, SEGMENT], dq_desc.layout)
+    step = 0
+    for task in range(gl.load(worker_start + worker), gl.load(worker_start + worker + 1)):
+        head = gl.load(tasks + task * 8)
+        first_step = gl.load(tasks + task * 8 + 3)
+        num_steps = gl.load(tasks + task * 8 + 4)
+        entry = gl.load(steps + first_step)
+        for t in range(num_steps):
+            q_tile = entry & 0xFFFF
+            turn = entry >> 16
+            entry = gl.load(steps + first_step + t + 1)  # ahead of its use: the table is padded at its end
+            counter = counters + head * num_q_tiles + q_tile
+            mbarrier.wait(memory.dq_full, step & 1)
+            if ORDERED:
+                wait_for_count(counter, turn)
+            if FIRST and ORDERED:
+                if turn == 0:  # the first turn overwrites: dq needs no zero fill
+                    tma.async_copy_shared_to_global(dq_desc, [head, q_tile * Q_TILE, 0, 0], source)
+                else:
+                    tma_reduce_add(dq_desc, [head, q_tile * Q_TILE, 0, 0], source)
+            else:
+                tma_reduce_add(dq_desc, [head, q_tile * Q_TILE, 0, 0], source)
+            tma.store_wait(0)  # shared memory has been read: the buffer is free
+            mbarrier.arrive(memory.dq_empty, count=1)
+            if ORDERED:
+                finish_turn(counter, turn + 1)
+            step += 1
+    tma.store_wait(0)

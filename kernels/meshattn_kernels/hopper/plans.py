@@ -1,0 +1,238 @@
+"""What a call needs beside tensors, made once a shape and mask: tile sizes, tables on the device, kind of mask."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from meshattn_kernels.dash import LOAD, STORE, ScheduleTable, build_table, choose_schedule
+from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
+from meshattn_kernels.tile_ranges import visible_ranges
+
+FULL, BAND, ARRAY = 0, 1, 2
+"""Kinds of mask: those of masks.py, as plain integers."""
+
+KV_TILE = 128
+CONSUMER_ROWS = 64
+HEADS_IN_FLIGHT = 4
+"""Heads that the forward works on together: enough blocks for all workers, few enough for the L2 cache."""
+TASK_COST = 1.5
+"""What a forward task costs beside its tiles, in tiles."""
+
+
+@dataclass(frozen=True)
+class ForwardTiling:
+    """Rows and stages of the forward; ``carry_probs`` is an order of its loop (see ``forward.consumer``)."""
+
+    consumers: int
+    stages: int
+    carry_probs: bool
+
+    @property
+    def block(self) -> int:
+        return self.consumers * CONSUMER_ROWS
+
+
+_FORWARD = {  # (greater head tile, full): measured best
+    (128, True): ForwardTiling(consumers=2, stages=2, carry_probs=True),
+    (128, False): ForwardTiling(consumers=2, stages=2, carry_probs=False),
+    (64, True): ForwardTiling(consumers=3, stages=3, carry_probs=True),
+    (64, False): ForwardTiling(consumers=3, stages=2, carry_probs=False),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """Sizes and device of a call; with intervals, the key of its plans."""
+
+    device: int
+    workers: int
+    batch: int
+    heads: int
+    kv_heads: int
+    rows_q: int
+    rows_k: int
+    head_dim: int
+    head_dim_v: int
+    first: bool
+    """Whether the forward overwrites its accumulator: then rows that see nothing are tasks too."""
+    schedule: str | None
+    """Name of a backward schedule, None for the default of the shape."""
+
+    @property
+    def head_tile(self) -> int:
+        return head_tile(max(self.head_dim, self.head_dim_v))
+
+
+def head_tile(head_dim: int) -> int:
+    """Columns of a tile: what TMA does not find in memory it reads as zero."""
+    return 64 if head_dim <= 64 else 128
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Intervals as kernel arguments: ``start`` and ``end`` on the device for ARRAY, else anything."""
+
+    kind: int
+    start: Tensor
+    end: Tensor
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardPlan:
+    """None of the fields after ``empty`` is used when it is true."""
+
+    empty: bool
+    mask: Mask
+    tiling: ForwardTiling
+    workers: int
+    worker_start: Tensor
+    tasks: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardPlan:
+    """See ``ForwardPlan``; ``table`` is on the device."""
+
+    empty: bool
+    mask: Mask
+    q_tile: int
+    table: ScheduleTable
+    grouped: bool
+    """Whether some task lacks LOAD or STORE."""
+
+
+Plan = TypeVar("Plan", ForwardPlan, BackwardPlan)
+_of_arrays: WeakKeyDictionary[ArrayIntervals, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def forward_plan(intervals: Intervals, call: Call) -> ForwardPlan:
+    """Kept by value for bands, as long as the intervals live for arrays."""
+    if isinstance(intervals, BandIntervals):
+        return _forward_of_band(intervals, call)
+    return _of(_make_forward, intervals, call)
+
+
+def backward_plan(intervals: Intervals, call: Call) -> BackwardPlan:
+    """Kept as those of the forward."""
+    if isinstance(intervals, BandIntervals):
+        return _backward_of_band(intervals, call)
+    return _of(_make_backward, intervals, call)
+
+
+@lru_cache(maxsize=1024)
+def _forward_of_band(band: BandIntervals, call: Call) -> ForwardPlan:
+    return _make_forward(band, call)
+
+
+@lru_cache(maxsize=1024)
+def _backward_of_band(band: BandIntervals, call: Call) -> BackwardPlan:
+    return _make_backward(band, call)
+
+
+def _of(make: Callable[[Intervals, Call], Plan], arrays: ArrayIntervals, call: Call) -> Plan:
+    known = _of_arrays.setdefault(arrays, {})
+    if (make, call) not in known:
+        known[make, call] = make(arrays, call)
+    plan: Plan = known[make, call]
+    return plan
+
+
+def _mask(intervals: Intervals, device: torch.device) -> Mask:
+    if isinstance(intervals, ArrayIntervals):
+        start, end = (bound.to(device).contiguous() for bound in (intervals.start, intervals.end))
+        return Mask(ARRAY, start, end, 0, 0)
+    unused = torch.zeros(1, dtype=torch.int32, device=device)
+    all_visible = intervals.n_q > 0 and intervals.row_block(0, intervals.n_q).is_visible(0, intervals.n_k)
+    kind = FULL if all_visible and intervals.n_k % KV_TILE == 0 else BAND
+    return Mask(kind, unused, unused, intervals.lo, intervals.hi)
+
+
+def _make_forward(intervals: Intervals, call: Call) -> ForwardPlan:
+    device = torch.device("cuda", call.device)
+    mask = _mask(intervals, device)
+    tiling = _FORWARD[call.head_tile, mask.kind == FULL]
+    starts, tasks = forward_tasks(intervals, call, tiling.block)
+    return ForwardPlan(
+        empty=intervals.is_empty,
+        mask=mask,
+        tiling=tiling,
+        workers=len(starts) - 1,
+        worker_start=torch.tensor(starts, dtype=torch.int32, device=device),
+        tasks=torch.tensor(tasks, dtype=torch.int32).reshape(-1, 8).to(device),
+    )
+
+
+def forward_tasks(intervals: Intervals, call: Call, block: int) -> tuple[list[int], list[list[int]]]:
+    """Bounds of each worker's tasks, and the tasks: batch, query head, key/value head, query block, first tile of
+    keys, number of tiles, 0, 0. Longest first within a set of heads, to the worker that is free first; no result
+    depends on who does a task. ``first`` calls have a task for every row, others only where a key is seen."""
+    ranges = []
+    for number, (low, high) in enumerate(_key_ranges(intervals, call.rows_q, block)):
+        tiles = -(-high // KV_TILE) - low // KV_TILE if low < high else 0
+        if tiles or call.first:
+            ranges.append((number, low // KV_TILE if tiles else 0, max(tiles, 1)))
+    ranges.sort(key=lambda entry: -entry[2])
+    group = call.heads // call.kv_heads
+    free = [(0.0, worker) for worker in range(call.workers)]
+    work: list[list[list[int]]] = [[] for _ in range(call.workers)]
+    all_heads = call.batch * call.heads
+    for begin in range(0, all_heads, HEADS_IN_FLIGHT):
+        for number, first, tiles in ranges:
+            for flat_head in range(begin, min(begin + HEADS_IN_FLIGHT, all_heads)):
+                batch, head = divmod(flat_head, call.heads)
+                time, worker = free[0]
+                work[worker].append([batch, head, head // group, number, first, tiles, 0, 0])
+                heapq.heapreplace(free, (time + tiles + TASK_COST, worker))
+    starts = [0]
+    for tasks in work:
+        starts.append(starts[-1] + len(tasks))
+    return starts, [task for tasks in work for task in tasks]
+
+
+def _key_ranges(intervals: Intervals, rows: int, block: int) -> list[tuple[int, int]]:
+    """For each block of query rows, a range of keys that holds all that these rows see."""
+    if isinstance(intervals, ArrayIntervals):
+        start, end = intervals.start.tolist(), intervals.end.tolist()
+    ranges = []
+    for r0 in range(0, rows, block):
+        r1 = min(r0 + block, intervals.n_q)
+        if r0 >= r1:
+            ranges.append((0, 0))
+        elif isinstance(intervals, ArrayIntervals):
+            ranges.append((start[r0], end[r1 - 1]))
+        else:
+            bounds = intervals.row_block(r0, r1)
+            ranges.append((bounds.first_start, bounds.last_end))
+    return ranges
+
+
+def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
+    device = torch.device("cuda", call.device)
+    mask = _mask(intervals, device)
+    q_tile = 64 if call.head_tile == 128 else 128
+    ranges = visible_ranges(intervals, call.rows_q, call.rows_k, q_tile, KV_TILE)
+    heads, kv_heads = call.batch * call.heads, call.batch * call.kv_heads
+    if call.schedule is None:
+        table = choose_schedule(
+            ranges, heads=heads, kv_heads=kv_heads, head_dim=call.head_tile, workers=call.workers
+        )
+    else:
+        table = build_table(call.schedule, ranges, heads=heads, kv_heads=kv_heads, workers=call.workers)
+    both = LOAD | STORE
+    return BackwardPlan(
+        empty=intervals.is_empty,
+        mask=mask,
+        q_tile=q_tile,
+        table=table.to(device),
+        grouped=bool((table.tasks[:, 5] & both != both).any()),
+    )

@@ -1,0 +1,372 @@
+"""The Hopper kernels against dense attention: shape classes, every kind of intervals, merging, bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import Inputs, Results, Shape, make_inputs
+from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals, accumulator_dtype
+from tolerance import assert_close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a GPU of compute capability 9.0",
+    ),
+    pytest.mark.timeout(600),
+]
+
+NAN = math.nan
+DEVICE = "cuda"
+Block = tuple[slice, Intervals]
+Rule = Callable[[Shape], Intervals]
+
+
+def full(shape: Shape) -> Intervals:
+    return BandIntervals(-UNBOUNDED, UNBOUNDED, shape.S, shape.seq_len_k)
+
+
+def causal(shape: Shape) -> Intervals:
+    return BandIntervals(shape.S - shape.seq_len_k, UNBOUNDED, shape.S, shape.seq_len_k)
+
+
+def window(shape: Shape) -> Intervals:
+    """Rows at both ends see nothing if there are many more queries than keys."""
+    return BandIntervals(-37, 150, shape.S, shape.seq_len_k)
+
+
+def as_arrays(rule: Rule) -> Rule:
+    def arrays(shape: Shape) -> Intervals:
+        intervals = rule(shape)
+        return ArrayIntervals(*intervals.bounds(shape.S), intervals.n_q, intervals.n_k)
+
+    return arrays
+
+
+def random_arrays(shape: Shape, seed: int = 0) -> ArrayIntervals:
+    """Non-decreasing bounds with runs of empty rows."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = shape.seq_len_k
+    start = torch.randint(0, keys + 1, (shape.S,), generator=generator).sort().values
+    length = torch.randint(0, max(1, keys // 3) + 1, (shape.S,), generator=generator)
+    length[torch.rand(shape.S, generator=generator) < 0.2] = 0
+    end = torch.maximum((start + length).clamp(max=keys), start)
+    # Both must not decrease; an empty row takes the value that keeps them so.
+    end = torch.cummax(end, 0).values
+    empty = torch.rand(shape.S, generator=generator) < 0.1
+    start = torch.where(empty, end, start)
+    start = torch.cummax(start, 0).values
+    end = torch.maximum(end, start)
+    return ArrayIntervals(start.int(), end.int(), shape.S, keys)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Dense attention with the mask ``visible`` [S, S_k]; the softmax is in the type of lse."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    scores = torch.einsum("bshd,bthd->bhst", q, k).to(accumulator_dtype(q.dtype)) * scale
+    none = ~visible.any(-1)
+    scores = scores.masked_fill(~visible & ~none[:, None], -math.inf).masked_fill(none[:, None], 0.0)
+    lse = scores.logsumexp(-1).masked_fill(none, -math.inf)
+    p = scores.softmax(-1).masked_fill(none[:, None], 0.0).to(q.dtype)
+    return torch.einsum("bhst,bthd->bshd", p, v), lse
+
+
+def dense(inputs: Inputs, visible: Tensor, scale: float, dtype: torch.dtype) -> Results:
+    q, k, v, do = (x.detach().to(dtype) for x in inputs)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = attention(q, k, v, visible.to(q.device), scale)
+    return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), do))
+
+
+def pairs(intervals: Intervals, shape: Shape) -> Tensor:
+    start, end = intervals.bounds(shape.S)
+    key = torch.arange(shape.seq_len_k)
+    return (key >= start[:, None]) & (key < end[:, None])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A kernel with the accumulators of one query chunk and any number of key chunks; memory starts as NaN."""
+
+    kernel: object
+    scale: float
+
+    def accumulator(self, kind: str, q: Tensor, k: Tensor, v: Tensor, rows: int) -> dict[str, Tensor]:
+        sizes = self.kernel.accumulator_shapes(  # type: ignore[attr-defined]
+            kind, batch=q.shape[0], rows=rows, heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3],
+            head_dim_v=v.shape[3],
+        )  # fmt: skip
+        buffer = torch.full((sum(map(math.prod, sizes.values())),), NAN, device=q.device)
+        pieces = buffer.split([math.prod(size) for size in sizes.values()])
+        return {name: piece.view(size) for (name, size), piece in zip(sizes.items(), pieces, strict=True)}
+
+    def __call__(self, inputs: Inputs, blocks: list[Block]) -> Results:
+        q, k, v, do = inputs
+        kernel, scale = self.kernel, self.scale
+        acc = self.accumulator("out", q, k, v, q.shape[1])
+        for n, (keys, intervals) in enumerate(blocks):
+            kernel.forward(q, k[:, keys], v[:, keys], acc, intervals, softmax_scale=scale, first=n == 0)
+        delta = (acc["out"] * do.float()).sum(-1).transpose(1, 2)
+        dq = self.accumulator("dq", q, k, v, q.shape[1])
+        gradients = []
+        for n, (keys, intervals) in enumerate(blocks):
+            k_block, v_block = k[:, keys], v[:, keys]
+            dkv = self.accumulator("dkv", q, k, v, k_block.shape[1])
+            kernel.backward(
+                q, k_block, v_block, do, acc["lse"], delta, dq, dkv, intervals,
+                softmax_scale=scale, first_dq=n == 0, first_dkv=True,
+            )  # fmt: skip
+            gradients.append(kernel.finish("dkv", dkv, dtype=q.dtype, softmax_scale=scale))
+        (out,) = kernel.finish("out", acc, dtype=q.dtype, softmax_scale=scale)
+        (dq_out,) = kernel.finish("dq", dq, dtype=q.dtype, softmax_scale=scale)
+        dk, dv = (torch.cat(parts, dim=1) for parts in zip(*gradients, strict=True))
+        return Results(out, acc["lse"], dq_out, dk, dv)
+
+
+def hopper(**options: object) -> object:
+    from meshattn_kernels.hopper.kernel import HopperKernel
+
+    return HopperKernel(**options)  # type: ignore[arg-type]
+
+
+def on_gpu(shape: Shape, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Inputs:
+    return Inputs(*(x.to(DEVICE) for x in make_inputs(shape, dtype, seed)))
+
+
+def check(
+    shape: Shape, intervals: Intervals, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **options: object
+) -> None:
+    inputs, scale = on_gpu(shape, dtype, seed), shape.D**-0.5
+    visible = pairs(intervals, shape)
+    oracle, eager = dense(inputs, visible, scale, torch.float64), dense(inputs, visible, scale, dtype)
+    actual = Run(hopper(**options), scale)(inputs, [(slice(None), intervals)])
+    for name in Results._fields:
+        assert_close(name, getattr(actual, name), getattr(oracle, name), getattr(eager, name))
+
+
+CLASSES = [
+    Shape(B=1, S=256, H=2, H_kv=2, D=128),
+    Shape(B=1, S=256, H=2, H_kv=2, D=64),
+    Shape(B=2, S=333, H=6, H_kv=2, D=128),
+    Shape(B=2, S=333, H=6, H_kv=2, D=64),
+    Shape(B=1, S=700, H=8, H_kv=1, D=128),
+    Shape(B=1, S=700, H=8, H_kv=1, D=64),
+    Shape(B=2, S=129, H=4, H_kv=4, D=128, S_k=517),
+    Shape(B=2, S=517, H=4, H_kv=2, D=64, S_k=129),
+    Shape(B=1, S=1531, H=4, H_kv=2, D=128),
+]
+RULES = {
+    "full": full,
+    "causal": causal,
+    "window": window,
+    "arrays": as_arrays(window),
+    "random": random_arrays,
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("shape", CLASSES, ids=str)
+def test_equals_dense_attention(shape: Shape, rule: Rule) -> None:
+    check(shape, rule(shape))
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 48, 80, 96, 112])
+def test_other_head_sizes(head_dim: int) -> None:
+    shape = Shape(B=1, S=301, H=2, H_kv=1, D=head_dim)
+    check(shape, causal(shape))
+
+
+@pytest.mark.parametrize("sizes", [(64, 128), (128, 64), (96, 32)], ids=lambda s: f"D{s[0]}-D_v{s[1]}")
+def test_values_of_another_size(sizes: tuple[int, int]) -> None:
+    shape = Shape(B=1, S=301, H=2, H_kv=1, D=sizes[0], D_v=sizes[1])
+    check(shape, causal(shape))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_float16(head_dim: int) -> None:
+    shape = Shape(B=1, S=400, H=2, H_kv=1, D=head_dim)
+    check(shape, causal(shape), torch.float16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_short_lengths(head_dim: int) -> None:
+    for length in (1, 2, 3, 17, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 255, 257, 300):
+        shape = Shape(B=1, S=length, H=2, H_kv=1, D=head_dim)
+        check(shape, causal(shape), seed=length)
+        other = Shape(B=1, S=length, H=2, H_kv=1, D=head_dim, S_k=301 - length)
+        check(other, full(other), seed=length)
+        check(other, random_arrays(other, seed=length), seed=length)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_odd_large(head_dim: int) -> None:
+    shape = Shape(B=1, S=4099, H=2, H_kv=1, D=head_dim)
+    check(shape, causal(shape))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)], ids=lambda h: f"H{h[0]}-H_kv{h[1]}")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_merging_blocks(head_dim: int, heads: tuple[int, int]) -> None:
+    shape = Shape(B=2, S=450, H=heads[0], H_kv=heads[1], D=head_dim)
+    inputs, scale = on_gpu(shape), 0.11
+    visible = pairs(causal(shape), shape)
+    oracle, eager = (dense(inputs, visible, scale, dtype) for dtype in (torch.float64, torch.bfloat16))
+    cuts = [(200, 329), (0, 200), (329, 450)]
+    blocks: list[Block] = [(slice(a, b), BandIntervals(a, UNBOUNDED, 450, b - a)) for a, b in cuts]
+    blocks[1] = (blocks[1][0], as_arrays(lambda _: blocks[1][1])(shape))
+    grown = Run(hopper(), scale)(inputs, blocks)
+    back = torch.cat([torch.arange(*cut) for cut in cuts]).argsort().to(DEVICE)
+    grown = grown._replace(dk=grown.dk[:, back], dv=grown.dv[:, back])
+    for name in Results._fields:
+        assert_close(name, getattr(grown, name), getattr(oracle, name), getattr(eager, name))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1)], ids=lambda h: f"H{h[0]}-H_kv{h[1]}")
+def test_adding_into_dk_and_dv(head_dim: int, heads: tuple[int, int]) -> None:
+    shape = Shape(B=1, S=300, H=heads[0], H_kv=heads[1], D=head_dim)
+    inputs, scale = on_gpu(shape), 0.1
+    q, k, v, do = inputs
+    visible = pairs(causal(shape), shape)
+    oracle, eager = (dense(inputs, visible, scale, dtype) for dtype in (torch.float64, torch.bfloat16))
+    run = Run(hopper(), scale)
+    delta = (oracle.out * do).sum(-1).transpose(1, 2).float()
+    dkv = run.accumulator("dkv", q, k, v, 300)
+    for n, (s0, s1) in enumerate(((0, 130), (130, 300))):
+        rows = slice(s0, s1)
+        dq = run.accumulator("dq", q, k, v, s1 - s0)
+        run.kernel.backward(
+            q[:, rows], k, v, do[:, rows], oracle.lse[:, :, rows].float(), delta[:, :, rows], dq, dkv,
+            BandIntervals(-s0, UNBOUNDED, s1 - s0, 300), softmax_scale=scale, first_dq=True, first_dkv=n == 0,
+        )  # fmt: skip
+        (got,) = run.kernel.finish("dq", dq, dtype=q.dtype, softmax_scale=scale)
+        assert_close("dq", got, oracle.dq[:, rows], eager.dq[:, rows])
+    dk, dv = run.kernel.finish("dkv", dkv, dtype=q.dtype, softmax_scale=scale)
+    assert_close("dk", dk, oracle.dk, eager.dk)
+    assert_close("dv", dv, oracle.dv, eager.dv)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("form", ["full", "causal", "arrays"])
+def test_padding_of_nan_reaches_nothing(head_dim: int, form: str) -> None:
+    real, rows, keys = Shape(B=2, S=201, H=4, H_kv=2, D=head_dim, S_k=170), 333, 300
+    inputs = on_gpu(real)
+    padded = Inputs(
+        *(
+            torch.cat([x, torch.full_like(x[:, :1], NAN).expand(-1, size - x.shape[1], -1, -1)], dim=1)
+            for x, size in zip(inputs, (rows, keys, keys, rows), strict=True)
+        )
+    )
+    intervals = {"full": full, "causal": causal, "arrays": causal}[form](real)
+    if form == "arrays":
+        intervals = ArrayIntervals(*intervals.bounds(rows), real.S, real.seq_len_k)
+    visible, scale = pairs(RULES["causal" if form == "arrays" else form](real), real), real.D**-0.5
+    oracle, eager = (dense(inputs, visible, scale, dtype) for dtype in (torch.float64, torch.bfloat16))
+    actual = Run(hopper(), scale)(padded, [(slice(None), intervals)])
+    real_rows = Results(
+        actual.out[:, :201],
+        actual.lse[:, :, :201],
+        actual.dq[:, :201],
+        actual.dk[:, :170],
+        actual.dv[:, :170],
+    )
+    for name in Results._fields:
+        assert_close(name, getattr(real_rows, name), getattr(oracle, name), getattr(eager, name))
+    assert (actual.lse[:, :, 201:] == -math.inf).all()
+    for beyond in (actual.out[:, 201:], actual.dq[:, 201:], actual.dk[:, 170:], actual.dv[:, 170:]):
+        assert (beyond == 0).all()
+
+
+def test_a_block_without_pairs_writes_neutral_or_nothing() -> None:
+    shape = Shape(B=1, S=70, H=2, H_kv=1, D=64, S_k=50)
+    everything = full(shape)
+    for nothing in (BandIntervals(70, UNBOUNDED, 70, 50), BandIntervals(-UNBOUNDED, UNBOUNDED, 0, 50)):
+        actual = Run(hopper(), 1.0)(
+            Inputs(*(torch.full_like(x, NAN) for x in on_gpu(shape))), [(slice(None), nothing)]
+        )
+        assert (actual.lse == -math.inf).all()
+        assert all((x == 0).all() for x in (actual.out, *actual[2:]))
+        once = Run(hopper(), 1.0)(on_gpu(shape), [(slice(None), everything)])
+        twice = Run(hopper(), 1.0)(on_gpu(shape), [(slice(None), everything), (slice(None), nothing)])
+        assert all(torch.equal(x, y) for x, y in zip(once[:3], twice[:3], strict=True))
+
+
+def test_any_strides_give_the_same_bits() -> None:
+    shape = Shape(B=2, S=150, H=4, H_kv=2, D=64)
+    inputs = on_gpu(shape)
+    run = Run(hopper(), 0.1)
+    blocks: list[Block] = [(slice(None), causal(shape))]
+    expected = run(inputs, blocks)
+    heads_first = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
+    every_other = Inputs(*(x.repeat_interleave(2, dim=1)[:, ::2] for x in inputs))
+    reversed_dims = Inputs(*(x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0) for x in inputs))
+    odd_base = Inputs(*(torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in inputs))
+    for strided in (heads_first, every_other, reversed_dims, odd_base):
+        assert all(torch.equal(x, y) for x, y in zip(run(strided, blocks), expected, strict=True))
+
+
+@pytest.mark.parametrize("heads", [(16, 16), (8, 2), (8, 1)], ids=lambda h: f"H{h[0]}-H_kv{h[1]}")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rule", [full, causal, random_arrays], ids=["full", "causal", "random"])
+def test_same_bits_for_repeats_and_workers(head_dim: int, heads: tuple[int, int], rule: Rule) -> None:
+    shape = Shape(B=1, S=2048, H=heads[0], H_kv=heads[1], D=head_dim)
+    inputs = on_gpu(shape)
+    blocks: list[Block] = [(slice(None), rule(shape))]
+    expected = Run(hopper(), 0.1)(inputs, blocks)
+    for workers in (None, None, None, 116, 66, 33, 1):
+        again = Run(hopper(workers=workers), 0.1)(inputs, blocks)
+        for name in Results._fields:
+            assert torch.equal(getattr(again, name), getattr(expected, name)), f"{name}, workers {workers}"
+
+
+@pytest.mark.parametrize(
+    "schedule", ["naive", "descending", "shortest_first", "halves", "split_shift", "shift"]
+)
+def test_every_schedule(schedule: str) -> None:
+    shape = Shape(B=1, S=1000, H=4, H_kv=2, D=128)
+    check(shape, full(shape), schedule=schedule)
+
+
+def test_the_control_without_order() -> None:
+    shape = Shape(B=1, S=500, H=4, H_kv=2, D=128)
+    assert not hopper(deterministic=False).deterministic  # type: ignore[attr-defined]
+    check(shape, causal(shape), deterministic=False)
+
+
+def test_what_is_not_served() -> None:
+    kernel = hopper()
+    shapes = kernel.accumulator_shapes(
+        "out", batch=1, rows=8, heads=1, kv_heads=1, head_dim=64, head_dim_v=64
+    )  # type: ignore[attr-defined]
+    acc = {name: torch.empty(size, device=DEVICE) for name, size in shapes.items()}
+    intervals = BandIntervals(-UNBOUNDED, UNBOUNDED, 8, 8)
+
+    def forward(
+        head_dim: int = 64, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, device: str = DEVICE
+    ) -> None:
+        x = torch.zeros(1, 8, 1, head_dim, dtype=dtype, device=device)
+        kernel.forward(x, x, x, acc, intervals, softmax_scale=scale, first=True)  # type: ignore[attr-defined]
+
+    with pytest.raises(ValueError, match=r"q and k have head size 256; .* Choose kernel='triton'"):
+        forward(head_dim=256)
+    with pytest.raises(ValueError, match="have head size 72"):
+        forward(head_dim=72)
+    with pytest.raises(ValueError, match="q is torch.float32"):
+        forward(dtype=torch.float32)
+    with pytest.raises(ValueError, match="softmax_scale is 0"):
+        forward(scale=0.0)
+    with pytest.raises(ValueError, match="q is on cpu"):
+        forward(device="cpu")
+    with pytest.raises(ValueError, match="workers is 100000"):
+        hopper(workers=100000).forward(  # type: ignore[attr-defined]
+            *(torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16, device=DEVICE),) * 3, acc, intervals,
+            softmax_scale=1.0, first=True,
+        )  # fmt: skip
