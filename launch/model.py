@@ -126,13 +126,15 @@ class Decoder(nn.Module):
     def initialise(self, seed: int) -> None:
         """Weights from `seed` alone, so that every rank starts from the same bits without a broadcast."""
         generator = torch.Generator().manual_seed(seed)
-        residual = (2 * self.config.layers) ** -0.5
         with torch.no_grad():
             for name, weight in self.named_parameters():
                 if weight.dim() < 2:
                     continue
-                scale = residual if name.endswith(("output.weight", "down.weight")) else 1.0
-                weight.copy_(torch.randn(weight.shape, generator=generator) * (scale * self.config.dim**-0.5))
+                scale = self.config.dim**-0.5
+                if name.endswith(("output.weight", "down.weight")):
+                    scale *= (2 * self.config.layers) ** -0.5  # so that the residual path keeps its size
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+            self.norm.weight.fill_(0.5)  # the first guess is then near uniform
 
     def forward(self, ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         rotary = Rotary.at(positions, self.config.head_dim, self.config.rope_base)

@@ -87,7 +87,7 @@ class Trainer:
     def step(self, step: int) -> Record:
         options = self.options
         began = time.perf_counter()
-        self.mesh.traffic.reset()
+        self.mesh.reset_traffic()
         ids = batch(
             self.corpus, seed=options.seed, step=step, batch_size=options.batch_size, seq_len=options.seq_len
         )
@@ -115,7 +115,7 @@ class Trainer:
     def largest(self, seconds: float) -> list[float]:
         """[seconds, bytes sent forward, backward] since the last reset, each of the rank that has most."""
         sent = {"forward": 0, "backward": 0}
-        for record in self.mesh.traffic.records():
+        for record in self.mesh.traffic():
             sent[record.phase] += record.sent_bytes
         values = torch.tensor([seconds, *sent.values()], dtype=torch.float64, device=self.device)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
