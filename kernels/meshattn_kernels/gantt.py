@@ -1,0 +1,155 @@
+"""Draw the time line of a schedule: ``python -m meshattn_kernels.gantt --schedule descending --kv-tiles 8``.
+
+One row a worker. In the terminal, a column is a piece of time: the digit or letter of the query tile that is
+computed or added, ``.`` while the worker waits for a turn, a blank when it has nothing left to do. With
+``--output`` the same as a picture, if matplotlib is installed: a colour a head, lighter for the computation
+and darker for the addition, gaps for waiting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from meshattn_kernels.dash import SCHEDULES, ScheduleTable, TileRanges, build_table, choose_schedule
+from meshattn_kernels.dash_model import Costs, Deadlock, Timeline, simulate
+
+SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def summary(table: ScheduleTable, timeline: Timeline) -> str:
+    """One line: the makespan against its bound, and what the critical path waits for."""
+    path = timeline.critical_path()
+    hops = sum(event.after >= 0 for event in path)
+    return (
+        f"{table.name}: makespan {timeline.makespan:.2f}, lower bound {timeline.lower_bound:.2f}, "
+        f"ratio {timeline.ratio:.3f}; critical path of {len(path)} steps waits {hops} times for another "
+        f"worker; needs {table.min_workers} workers, "
+        f"turns {'do not depend' if table.invariant else 'depend'} on their number"
+    )
+
+
+def draw_text(timeline: Timeline, width: int = 100) -> str:
+    """The time line as rows of at most ``width`` characters."""
+    scale = width / timeline.makespan if timeline.makespan else 1.0
+    lines = []
+    for worker, events in enumerate(timeline.by_worker()):
+        row = [" "] * width
+        if events:
+            row[: max(1, round(events[-1].end * scale))] = "." * max(1, round(events[-1].end * scale))
+        for event in events:
+            symbol = SYMBOLS[event.query % len(SYMBOLS)]
+            for begin, end in ((event.start, event.ready), (event.begin, event.end)):
+                first, last = round(begin * scale), round(end * scale)
+                row[first : min(width, last)] = symbol * (min(width, last) - first)
+        lines.append(f"{worker:4d} |{''.join(row[:width])}|")
+    return "\n".join(lines)
+
+
+def draw_picture(table: ScheduleTable, timeline: Timeline, path: str) -> None:
+    """Write the time line as a picture. Raises ImportError without matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(12, 1 + 0.3 * min(timeline.workers, 40)))
+    colours: Any = plt.get_cmap("tab20")
+    names = len(timeline.events) <= 400
+    for event in timeline.events:
+        dark, light = (colours((event.head % 10 * 2 + shade + 0.5) / 20) for shade in (0, 1))
+        row = event.worker
+        axes.barh(row, event.ready - event.start, left=event.start, height=0.9, color=light)
+        axes.barh(row, event.end - event.begin, left=event.begin, height=0.9, color=dark)
+        if names:
+            middle = (event.start + event.ready) / 2
+            axes.text(middle, event.worker, f"{event.kv}:{event.query}", ha="center", va="center", fontsize=6)
+    axes.axvline(timeline.lower_bound, color="black", linestyle=":")
+    title = summary(table, timeline).partition(";")[0]
+    axes.set(xlabel="time (dotted: lower bound)", ylabel="worker", title=title)
+    axes.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _ranges(mask: str, kv_tiles: int, query_tiles: int, window: int) -> TileRanges:
+    if mask == "full":
+        return TileRanges.full(kv_tiles, query_tiles)
+    causal = TileRanges.causal(kv_tiles, query_tiles)
+    if mask == "causal":
+        return causal
+    last = tuple(min(query_tiles, first + window) for first in causal.first)
+    return TileRanges(causal.first, last, query_tiles)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m meshattn_kernels.gantt", description=__doc__)
+    parser.add_argument("--schedule", default="auto", choices=("auto", *SCHEDULES))
+    parser.add_argument("--mask", default="causal", choices=("full", "causal", "window"))
+    parser.add_argument(
+        "--window", type=int, default=4, help="query tiles that see a key/value tile (window)"
+    )
+    parser.add_argument("--kv-tiles", type=int, default=8)
+    parser.add_argument("--query-tiles", type=int, help="default: as many as key/value tiles")
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--kv-heads", type=int, help="default: as many as heads")
+    parser.add_argument("--workers", type=int, help="default: as many as key/value tiles")
+    parser.add_argument("--heads-in-flight", type=int, default=1)
+    parser.add_argument(
+        "--split-heads", action="store_true", help="query heads of a group on several workers"
+    )
+    parser.add_argument("--wave", type=int, help="jobs that a shift turns round together")
+    parser.add_argument("--compute", type=float, default=1.0)
+    parser.add_argument("--reduce", type=float, default=0.25)
+    parser.add_argument("--latency", type=float, default=0.0)
+    parser.add_argument("--run-ahead", type=int, default=0, choices=(0, 1))
+    parser.add_argument("--jitter", type=float, default=0.0)
+    parser.add_argument("--width", type=int, default=100, help="columns of the text")
+    parser.add_argument("--output", help="file of a picture")
+    args = parser.parse_args(arguments)
+
+    ranges = _ranges(args.mask, args.kv_tiles, args.query_tiles or args.kv_tiles, args.window)
+    kv_heads, workers = args.kv_heads or args.heads, args.workers or args.kv_tiles
+    try:
+        if args.schedule == "auto":
+            table = choose_schedule(
+                ranges, heads=args.heads, kv_heads=kv_heads, head_dim=128, workers=workers
+            )
+        else:
+            table = build_table(
+                args.schedule,
+                ranges,
+                heads=args.heads,
+                kv_heads=kv_heads,
+                workers=workers,
+                heads_in_flight=args.heads_in_flight,
+                split_heads=args.split_heads,
+                wave=args.wave,
+            )
+        costs = Costs(
+            compute=args.compute,
+            reduce=args.reduce,
+            latency=args.latency,
+            run_ahead=args.run_ahead,
+            jitter=args.jitter,
+        )
+        timeline = simulate(table, costs)
+    except (ValueError, Deadlock) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(draw_text(timeline, args.width))
+    print(summary(table, timeline))
+    if args.output:
+        try:
+            draw_picture(table, timeline, args.output)
+        except ImportError:
+            print("a picture needs matplotlib: pip install matplotlib", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
