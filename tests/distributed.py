@@ -105,11 +105,11 @@ def local_rows(case: Case, rank: int, tensor: Tensor) -> Tensor:
     return rows
 
 
-def run_case(mesh: AttentionMesh, case: Case, **options: Any) -> Results:
-    """One rank's share of a case, forward and backward: tensors of L rows."""
+def run_case(mesh: AttentionMesh, case: Case, *, device: str = "cpu", **options: Any) -> Results:
+    """One rank's share of a case, forward and backward: tensors of L rows, on the CPU wherever they were made."""
     seq = mesh.sequence(case.shape.S, layout=case.layout)
     inputs = inputs_of(case.shape, case.dtype, case.seed)
-    q, k, v, do = (local_rows(case, mesh.rank, x) for x in inputs)
+    q, k, v, do = (local_rows(case, mesh.rank, x).to(device) for x in inputs)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     call = ring_attention if case.ring else mesh_attention
     answer = call(
@@ -126,11 +126,11 @@ def run_case(mesh: AttentionMesh, case: Case, **options: Any) -> Results:
     assert isinstance(answer, tuple)
     out, lse = answer
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
-    return Results(out.detach(), lse, dq, dk, dv)
+    return Results(*(result.detach().cpu() for result in (out, lse, dq, dk, dv)))
 
 
 def run_cases(
-    cases: Sequence[Case], backend: Backend = "threads", *, timeout: float = 100.0
+    cases: Sequence[Case], backend: Backend = "threads", *, timeout: float = 100.0, device: str = "cpu"
 ) -> list[list[Results]]:
     """Run cases of one P in one group, a mesh for each tile. Returns per case the results of all ranks."""
     (ranks,) = {case.ranks for case in cases}
@@ -142,7 +142,7 @@ def run_cases(
             tile: ma.init_attention_mesh(group, tile=tile, timeout=timeout)
             for tile in sorted({case.tile for case in cases})
         }
-        return [run_case(meshes[case.tile], case) for case in cases]
+        return [run_case(meshes[case.tile], case, device=device) for case in cases]
 
     by_rank = run_ranks(ranks, on_rank, backend, timeout=timeout)
     return [[results[number] for results in by_rank] for number in range(len(cases))]
@@ -192,9 +192,11 @@ def assert_equals_oracle(case: Case, by_rank: Sequence[Results]) -> None:
         )
 
 
-def check_cases(cases: Sequence[Case], backend: Backend = "threads", *, timeout: float = 100.0) -> None:
+def check_cases(
+    cases: Sequence[Case], backend: Backend = "threads", *, timeout: float = 100.0, device: str = "cpu"
+) -> None:
     """Run cases of one P and hold each against the oracle."""
-    for case, by_rank in zip(cases, run_cases(cases, backend, timeout=timeout), strict=True):
+    for case, by_rank in zip(cases, run_cases(cases, backend, timeout=timeout, device=device), strict=True):
         assert_equals_oracle(case, by_rank)
 
 

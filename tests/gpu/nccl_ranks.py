@@ -1,0 +1,86 @@
+"""One rank of the NCCL tests; torchrun starts it from test_nccl.py. Any failed check ends it with an error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+
+import meshattn as ma
+from cases import Results, Shape
+from distributed import LAYOUTS, Case, assert_equals_oracle, assert_same_bits, run_case
+from meshattn.plan import CallShape, tiles, total_bytes
+
+SHAPES = (Shape(B=2, S=157, H=6, H_kv=3, D=64), Shape(B=1, S=89, H=4, H_kv=1, D=32, D_v=16))
+
+
+def main() -> None:
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
+    ranks = dist.get_world_size()
+    meshes = {tile: ma.init_attention_mesh(tile=tile, timeout=60) for tile in tiles(ranks)}
+    for number, shape in enumerate(SHAPES):
+        for tile, mesh in meshes.items():
+            for dtype in (torch.float64, torch.float32, torch.bfloat16):
+                layout = LAYOUTS[(number + tile.a) % len(LAYOUTS)]
+                check(mesh, Case(tile, shape, layout=layout, dtype=dtype))
+    check_reduce_dtype(meshes[tiles(ranks)[-1]], Case(tiles(ranks)[-1], SHAPES[0], dtype=torch.bfloat16))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check(mesh: ma.AttentionMesh, case: Case) -> None:
+    """Oracle, bits of a second run, of the ring where the tile is one, and bytes by the formula."""
+    mesh.reset_traffic()
+    first = run_case(mesh, case, device="cuda")
+    for phase in ("forward", "backward"):
+        sent = sum(record.sent_bytes for record in mesh.traffic() if record.phase == phase)
+        assert sent == total_bytes(phase, case.tile, call_shape(case)), f"{case}: {sent} bytes {phase}"
+    again = [run_case(mesh, case, device="cuda")]
+    if case.tile.a == 1:
+        again.append(run_case(mesh, replace(case, ring=True), device="cuda"))
+    for other in again:
+        assert_same_bits([first], [other])
+    gathered: list[Results | None] = [None] * case.ranks
+    dist.all_gather_object(gathered, first)
+    assert_equals_oracle(case, gathered)
+
+
+def check_reduce_dtype(mesh: ma.AttentionMesh, case: Case) -> None:
+    """Partial results in the input type move half the bytes of those in float32."""
+    mesh.reset_traffic()
+    run_case(mesh, case, device="cuda")
+    wide = sum(record.sent_bytes for record in mesh.traffic() if record.flow == "outward")
+    mesh.reset_traffic()
+    run_case(mesh, replace(case, reduce_dtype=case.dtype), device="cuda")
+    narrow = sum(record.sent_bytes for record in mesh.traffic() if record.flow == "outward")
+    assert wide / 2 <= narrow < wide * 0.6, f"{narrow} bytes instead of {wide}"  # lse stays in float32
+
+
+def call_shape(case: Case) -> CallShape:
+    shape = case.shape
+    exact = 8 if case.dtype == torch.float64 else 4
+    return CallShape(
+        batch=shape.B,
+        rows=case.chunks.rows,
+        heads=shape.H,
+        kv_heads=shape.H_kv,
+        head_dim=shape.D,
+        head_dim_v=shape.head_dim_v,
+        itemsize=case.dtype.itemsize,
+        reduce_itemsize=exact,
+        acc_itemsize=exact,
+        causal=case.causal,
+    )
+
+
+if __name__ == "__main__":
+    main()
