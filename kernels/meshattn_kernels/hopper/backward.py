@@ -83,13 +83,14 @@ class Gradients:
     dk: gl.tensor
     dv: gl.tensor
     counters: gl.tensor
+    mailbox: gl.tensor
     keys: gl.tensor
     kv_heads: gl.tensor
     num_tiles: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, dk, dv, counters, keys, kv_heads, num_tiles):
-        self.dk, self.dv, self.counters = dk, dv, counters
+    def __init__(self, dk, dv, counters, mailbox, keys, kv_heads, num_tiles):
+        self.dk, self.dv, self.counters, self.mailbox = dk, dv, counters, mailbox
         self.keys, self.kv_heads, self.num_tiles = keys, kv_heads, num_tiles
 
 
@@ -155,12 +156,12 @@ def load_partition(
         "lo", "hi", "n_q", "n_k", "heads", "kv_heads", "num_keys", "num_q_tiles", "num_kv_tiles", "num_rows", "scale",
     ],
     do_not_specialize_on_alignment=[
-        "start_ptr", "end_ptr", "counters", "dkv_counters", "worker_start", "tasks", "steps",
+        "start_ptr", "end_ptr", "counters", "dkv_counters", "mailbox", "worker_start", "tasks", "steps",
     ],
 )  # fmt: skip
 def backward_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, init_desc, dk_ptr, dv_ptr, start_ptr, end_ptr,
-    counters, dkv_counters, worker_start, tasks, steps,
+    counters, dkv_counters, mailbox, worker_start, tasks, steps,
     lo, hi, n_q, n_k, heads, kv_heads, num_keys, num_q_tiles, num_kv_tiles, num_rows, scale,
     Q_TILE: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, Q_HALVES: gl.constexpr,
@@ -186,12 +187,13 @@ def backward_kernel(
         new_barriers(1, 1).index(0), new_barriers(1, 1).index(0),
     )  # fmt: skip
     rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
-    gradients = Gradients(dk_ptr, dv_ptr, dkv_counters, num_keys, kv_heads, num_kv_tiles)
+    gradients = Gradients(dk_ptr, dv_ptr, dkv_counters, mailbox, num_keys, kv_heads, num_kv_tiles)
     fence_async_shared()
     gl.warp_specialize([
         (math_partition, (gradients, worker_start, tasks, steps, rows, scale, memory,
                           HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, SHARED)),
         (load_partition, (q_desc, do_desc, k_desc, v_desc, init_desc, worker_start, tasks, steps, heads, kv_heads,
                           num_q_tiles, num_rows, memory)),
-        (writer_partition, (dq_desc, counters, worker_start, tasks, steps, num_q_tiles, memory, FIRST_DQ, ORDERED)),
+        (writer_partition, (dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
+                            FIRST_DQ, ORDERED)),
     ], [1, 1], [WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip

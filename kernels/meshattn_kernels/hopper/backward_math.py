@@ -198,7 +198,7 @@ def add_dkv(
     if SHARED:
         counter = gradients.counters + kv_head * num_kv_tiles + kv_tile
         if turn > 0:
-            wait_for_count(counter, turn * MATH_THREADS)
+            wait_for_count(counter, turn * MATH_THREADS, gradients.mailbox)
         if FIRST:
             if turn <= 0:
                 add_rows(gradients.dv, dv, kv_head, first_key, num_keys, kv_heads, HEAD_DIM_V, True)

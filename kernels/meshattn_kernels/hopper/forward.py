@@ -215,6 +215,12 @@ def consumer(
         first_row = (gl.load(task_row + 3) * CONSUMERS + INDEX) * ROWS
         first_tile = gl.load(task_row + 4)
         num_tiles = gl.load(task_row + 5)
+        common_start, common_end = common_keys(rows, first_row, ROWS, MASK)
+        key = (first_tile + num_tiles - 1) * KV_TILE
+        mbarrier.wait(memory.q_full.index(INDEX), task_number & 1)
+        q = memory.q.index(INDEX)
+        scores = issue_scores(q, memory, step)
+        # The accumulator is read while the first product runs: a use before it would wait for all of these loads.
         if FIRST:
             out = gl.zeros((ROWS, DV_TILE), gl.float32, O_LAYOUT)
             row_max = gl.full((ROWS,), MAX_START, gl.float32, S_ROW)
@@ -222,15 +228,11 @@ def consumer(
         else:
             out_at, out_mask = out_addresses(output, task_row, first_row, rows.n_q, HEAD_DIM_V, O_LAYOUT)
             lse_at, lse_mask = lse_addresses(output, task_row, first_row, rows.n_q, S_ROW)
-            out = gl.load(out_at, mask=out_mask, other=0.0)
             lse = gl.load(lse_at, mask=lse_mask, other=float("-inf"))
+            out = gl.load(out_at, mask=out_mask, other=0.0)
             row_max = gl.maximum(lse * LOG2E, MAX_START)
             row_sum = gl.where(lse > float("-inf"), 1.0, 0.0)
-        common_start, common_end = common_keys(rows, first_row, ROWS, MASK)
-        key = (first_tile + num_tiles - 1) * KV_TILE
-        mbarrier.wait(memory.q_full.index(INDEX), task_number & 1)
-        q = memory.q.index(INDEX)
-        scores = warpgroup_mma_wait(0, deps=[issue_scores(q, memory, step)])
+        scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(memory.k_empty.index(step % STAGES), count=1)
         if CARRY_PROBS:
             probs, row_max, row_sum, rescale = online_softmax(

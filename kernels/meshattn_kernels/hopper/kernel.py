@@ -18,24 +18,29 @@ from torch import Tensor
 
 from meshattn_kernels.contract import AccumulatorKind
 from meshattn_kernels.hopper.backward import backward_kernel
+from meshattn_kernels.hopper.failure import mailbox
 from meshattn_kernels.hopper.forward import forward_kernel
-from meshattn_kernels.hopper.launch import Kernel, descriptor, tiles_of, tma_ready
+from meshattn_kernels.hopper.launch import Kernel, Launch, Launches, descriptor, tiles_of, tma_ready
 from meshattn_kernels.hopper.ordered_add import segment_of
 from meshattn_kernels.hopper.plans import (
     BAND,
+    CONSUMER_ROWS,
     FULL,
     KV_TILE,
     BackwardPlan,
     Call,
+    ForwardPlan,
     backward_plan,
     forward_plan,
     head_tile,
+    number_of,
 )
-from meshattn_kernels.hopper.prepare import finish_dq_kernel, prepare_kernel
-from meshattn_kernels.intervals import Intervals
+from meshattn_kernels.hopper.prepare import finish_dkv_kernel, finish_dq_kernel, prepare_kernel
+from meshattn_kernels.intervals import BandIntervals, Intervals
 
 PREPARE_BLOCK = 1024
-FINISH_ROWS = 32
+FINISH_ROWS = 64
+FINISH_BLOCK = 2048
 MAX_HEAD_DIM = 128
 HEAD_DIM_STEP = 16
 STAGES = 2
@@ -44,6 +49,8 @@ _forward = Kernel(forward_kernel, num_warps=4)
 _backward = Kernel(backward_kernel, num_warps=8, cooperative=True)
 _prepare = Kernel(prepare_kernel, num_warps=4)
 _finish_dq = Kernel(finish_dq_kernel, num_warps=4)
+_finish_dkv = Kernel(finish_dkv_kernel, num_warps=4)
+_forward_launches, _backward_launches, _finish_launches = Launches(), Launches(), Launches()
 
 
 @dataclass(frozen=True)
@@ -96,9 +103,8 @@ class HopperKernel:
         if kind == "out":
             return (acc["out"].to(dtype, copy=True),)
         if kind == "dq":
-            return (_finished_dq(acc["dq"], dtype, softmax_scale),)
-        dk = torch.mul(acc["dk"], softmax_scale, out=torch.empty_like(acc["dk"], dtype=dtype))
-        return dk, acc["dv"].to(dtype, copy=True)
+            return (_finished_dq(acc["dq"], dtype, float(softmax_scale)),)
+        return _finished_dkv(acc["dk"], acc["dv"], dtype, float(softmax_scale))
 
     def forward(
         self,
@@ -111,34 +117,25 @@ class HopperKernel:
         softmax_scale: float,
         first: bool,
     ) -> None:
-        softmax_scale = float(softmax_scale)
-        call = self._call(q, k, v, softmax_scale, first)
-        plan = forward_plan(intervals, call)
-        if plan.empty:
-            if first:
-                self.clear("out", acc)
-            return
+        q, k, v = _checked(q, softmax_scale), tma_ready(k), tma_ready(v)
         out, lse = _accumulator("out", acc["out"]), _accumulator("lse", acc["lse"])
-        q, k, v = tma_ready(q), tma_ready(k), tma_ready(v)
-        n_q, n_k, mask = intervals.n_q, intervals.n_k, plan.mask
-        d_tile, dv_tile = head_tile(call.head_dim), head_tile(call.head_dim_v)
-        tiling = plan.tiling
+        key = (
+            *_identity(q), *_identity(k), *_identity(v), out.data_ptr(), lse.data_ptr(), q.dtype, q.device,
+            _identity_of(intervals), softmax_scale, first, self.workers,
+        )  # fmt: skip
+        launch = _forward_launches.get(key)
+        if launch is None:
+            call = self._call(q, k, v, first)
+            plan = forward_plan(intervals, call)
+            if plan.empty:
+                if first:
+                    self.clear("out", acc)
+                return
+            with _on_device(q.device):
+                launch = _bind_forward(call, plan, q, k, v, out, lse, intervals, float(softmax_scale))
+            _forward_launches.put(key, launch)
         with _on_device(q.device):
-            _forward(
-                call.device,
-                plan.workers,
-                (
-                    tiles_of(q, n_q, 64, d_tile), tiles_of(k, n_k, KV_TILE, d_tile), tiles_of(v, n_k, KV_TILE, dv_tile),
-                    out, lse, mask.start, mask.end, plan.worker_start, plan.tasks,
-                    mask.lo, mask.hi, n_q, n_k, call.rows_q, call.heads, softmax_scale,
-                ),
-                {
-                    "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
-                    "HEAD_DIM_V": call.head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs,
-                    "MASK": mask.kind, "FIRST": first,
-                },
-                q.dtype,
-            )  # fmt: skip
+            launch()
 
     def backward(
         self,
@@ -156,8 +153,8 @@ class HopperKernel:
         first_dq: bool,
         first_dkv: bool,
     ) -> None:
-        softmax_scale = float(softmax_scale)
-        call = self._call(q, k, v, softmax_scale, False)
+        q, k, v, do = _checked(q, softmax_scale), tma_ready(k), tma_ready(v), tma_ready(do)
+        call = self._call(q, k, v, False)
         plan = backward_plan(intervals, call)
         if plan.empty:
             if first_dq:
@@ -165,88 +162,32 @@ class HopperKernel:
             if first_dkv:
                 self.clear("dkv", dkv)
             return
+        first = (first_dq, first_dkv)
+        gradients = tuple(
+            _accumulator(name, acc) for name, acc in (("dq", dq["dq"]), ("dk", dkv["dk"]), ("dv", dkv["dv"]))
+        )
+        lse, delta = lse.contiguous(), delta.contiguous()
         with _on_device(q.device):
-            if first_dq and (len(plan.table.unseen) or not self.deterministic):
+            init = torch.empty(2 * plan.num_rows, dtype=torch.float32, device=q.device)
+            counters = torch.empty(plan.num_counters, dtype=torch.int32, device=q.device)
+            if first_dq and (plan.some_unseen or not self.deterministic):
                 dq["dq"].zero_()
-            self._launch_backward(
-                call,
-                plan,
-                (q, k, v, do),
-                lse,
-                delta,
-                dq["dq"],
-                dkv,
-                intervals,
-                softmax_scale,
-                first_dq,
-                first_dkv,
-            )
+            key = (
+                *_identity(q), *_identity(k), *_identity(v), *_identity(do), lse.data_ptr(), delta.data_ptr(),
+                *(x.data_ptr() for x in gradients), init.data_ptr(), counters.data_ptr(), q.dtype, plan.number,
+                softmax_scale, first, self.deterministic,
+            )  # fmt: skip
+            launch = _backward_launches.get(key)
+            if launch is None:
+                launch = _bind_backward(
+                    call, plan, (q, k, v, do), (lse, delta, init, counters), gradients, intervals,
+                    float(softmax_scale), first, self.deterministic,
+                )  # fmt: skip
+                _backward_launches.put(key, launch)
+            launch()
 
-    def _launch_backward(
-        self,
-        call: Call,
-        plan: BackwardPlan,
-        inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-        lse: Tensor,
-        delta: Tensor,
-        dq: Tensor,
-        dkv: Mapping[str, Tensor],
-        intervals: Intervals,
-        softmax_scale: float,
-        first_dq: bool,
-        first_dkv: bool,
-    ) -> None:
-        q, k, v, do = map(tma_ready, inputs)
-        dq, dk, dv = _accumulator("dq", dq), _accumulator("dk", dkv["dk"]), _accumulator("dv", dkv["dv"])
-        table, mask, q_tile = plan.table, plan.mask, plan.q_tile
-        n_q, n_k = intervals.n_q, intervals.n_k
-        d_tile, dv_tile = head_tile(call.head_dim), head_tile(call.head_dim_v)
-        padded_rows = table.query_tiles * q_tile
-        num_rows = table.heads * padded_rows
-        num_counters = table.heads * table.query_tiles
-        shared = table.max_dkv_turns > 1
-        all_counters = num_counters + (table.kv_heads * table.kv_tiles if shared else 0)
-        init = torch.empty(2 * num_rows, dtype=torch.float32, device=q.device)
-        counters = torch.empty(all_counters, dtype=torch.int32, device=q.device)
-        _prepare(
-            call.device,
-            -(-max(num_rows, all_counters) // PREPARE_BLOCK),
-            (
-                lse.contiguous(), delta.contiguous(), init, counters,
-                num_rows, padded_rows, call.rows_q, n_q, all_counters, softmax_scale,
-            ),
-            {"BLOCK": PREPARE_BLOCK},
-        )  # fmt: skip
-        segment = segment_of(call.head_dim)
-        lines = call.head_dim // segment
-        dq_shape = (table.heads, call.rows_q, lines, segment)
-        dq_strides = (call.rows_q * call.head_dim, call.head_dim, segment, 1)
-        # With head tile 64 the unmasked grouped variant spills more than the masked one costs.
-        kind = BAND if mask.kind == FULL and plan.grouped and call.head_tile == 64 else mask.kind
-        _backward(
-            call.device,
-            table.workers,
-            (
-                tiles_of(q, n_q, q_tile, d_tile), tiles_of(do, n_q, q_tile, dv_tile),
-                tiles_of(k, n_k, KV_TILE, d_tile), tiles_of(v, n_k, KV_TILE, dv_tile),
-                descriptor(dq, dq_shape, dq_strides, (1, q_tile, d_tile // segment, segment)),
-                descriptor(init, (2 * num_rows,), (1,), (q_tile,)),
-                dk, dv, mask.start, mask.end, counters, counters[num_counters:] if shared else counters,
-                table.worker_start, table.tasks, table.steps,
-                mask.lo, mask.hi, n_q, n_k, call.heads, call.kv_heads, call.rows_k,
-                table.query_tiles, table.kv_tiles, num_rows, softmax_scale,
-            ),
-            {
-                "Q_TILE": q_tile, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
-                "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "STAGES": STAGES,
-                "Q_HALVES": q_tile // 64, "MASK": kind, "FIRST_DQ": first_dq, "FIRST_DKV": first_dkv,
-                "GROUPED": plan.grouped, "SHARED": shared, "ORDERED": self.deterministic,
-            },
-            q.dtype,
-        )  # fmt: skip
-
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, first: bool) -> Call:
-        _check(q, k, v, softmax_scale)
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, first: bool) -> Call:
+        _check_shapes(q, k, v)
         batch, rows_q, heads, head_dim = q.shape
         _, rows_k, kv_heads, head_dim_v = v.shape
         device = q.device.index
@@ -257,6 +198,111 @@ class HopperKernel:
             device, self.workers or available, batch, heads, kv_heads, rows_q, rows_k, head_dim, head_dim_v, first,
             self.schedule,
         )  # fmt: skip
+
+
+def _bind_forward(
+    call: Call,
+    plan: ForwardPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    intervals: Intervals,
+    scale: float,
+) -> Launch:
+    n_q, n_k, mask, tiling = intervals.n_q, intervals.n_k, plan.mask, plan.tiling
+    d_tile, dv_tile = head_tile(call.head_dim), head_tile(call.head_dim_v)
+    launch = _forward.bind(
+        call.device,
+        plan.workers,
+        (
+            tiles_of(q, n_q, CONSUMER_ROWS, d_tile), tiles_of(k, n_k, KV_TILE, d_tile),
+            tiles_of(v, n_k, KV_TILE, dv_tile), out, lse, mask.start, mask.end, plan.worker_start, plan.tasks,
+            mask.lo, mask.hi, n_q, n_k, call.rows_q, call.heads, scale,
+        ),
+        {
+            "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
+            "HEAD_DIM_V": call.head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs,
+            "MASK": mask.kind, "FIRST": call.first,
+        },
+        q.dtype,
+    )  # fmt: skip
+    return _keeping(launch, plan)
+
+
+def _bind_backward(
+    call: Call,
+    plan: BackwardPlan,
+    inputs: tuple[Tensor, ...],
+    rows: tuple[Tensor, ...],
+    gradients: tuple[Tensor, ...],
+    intervals: Intervals,
+    scale: float,
+    first: tuple[bool, bool],
+    ordered: bool,
+) -> Launch:
+    (q, k, v, do), (lse, delta, init, counters), (dq, dk, dv) = inputs, rows, gradients
+    table, mask, q_tile, n_q, n_k = plan.table, plan.mask, plan.q_tile, intervals.n_q, intervals.n_k
+    prepare = _prepare.bind(
+        call.device,
+        -(-max(plan.num_rows, plan.num_counters) // PREPARE_BLOCK),
+        (
+            lse, delta, init, counters,
+            plan.num_rows, table.query_tiles * q_tile, call.rows_q, n_q, plan.num_counters, scale,
+        ),
+        {"BLOCK": PREPARE_BLOCK},
+    )  # fmt: skip
+    d_tile, dv_tile = head_tile(call.head_dim), head_tile(call.head_dim_v)
+    segment = segment_of(call.head_dim)
+    dq_shape = (table.heads, call.rows_q, call.head_dim // segment, segment)
+    dq_strides = (call.rows_q * call.head_dim, call.head_dim, segment, 1)
+    # With head tile 64 the variant without a mask spills, and one whose mask is never needed does not.
+    kind = BAND if mask.kind == FULL and call.head_tile == 64 else mask.kind
+    main = _backward.bind(
+        call.device,
+        table.workers,
+        (
+            tiles_of(q, n_q, q_tile, d_tile), tiles_of(do, n_q, q_tile, dv_tile),
+            tiles_of(k, n_k, KV_TILE, d_tile), tiles_of(v, n_k, KV_TILE, dv_tile),
+            descriptor(dq, dq_shape, dq_strides, (1, q_tile, d_tile // segment, segment)),
+            descriptor(init, (2 * plan.num_rows,), (1,), (q_tile,)),
+            dk, dv, mask.start, mask.end, counters, counters[plan.num_dq_counters :], mailbox(),
+            table.worker_start, table.tasks, table.steps,
+            mask.lo, mask.hi, n_q, n_k, call.heads, call.kv_heads, call.rows_k,
+            table.query_tiles, table.kv_tiles, plan.num_rows, scale,
+        ),
+        {
+            "Q_TILE": q_tile, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
+            "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "STAGES": STAGES,
+            "Q_HALVES": q_tile // 64, "MASK": kind, "FIRST_DQ": first[0], "FIRST_DKV": first[1],
+            "GROUPED": plan.grouped, "SHARED": plan.shared, "ORDERED": ordered,
+        },
+        q.dtype,
+    )  # fmt: skip
+
+    def launch() -> None:
+        prepare()
+        main()
+
+    return _keeping(launch, plan)
+
+
+def _keeping(launch: Launch, plan: ForwardPlan | BackwardPlan) -> Launch:
+    """The launch, with the plan whose tables it reads."""
+
+    def kept(plan: ForwardPlan | BackwardPlan = plan) -> None:
+        launch()
+
+    return kept
+
+
+def _identity(x: Tensor) -> tuple[Any, ...]:
+    return x.data_ptr(), x.shape, x.stride()
+
+
+def _identity_of(intervals: Intervals) -> Any:
+    return intervals if isinstance(intervals, BandIntervals) else number_of(intervals)
 
 
 @lru_cache(maxsize=None)
@@ -276,23 +322,28 @@ def _on_device(device: torch.device) -> AbstractContextManager[Any]:
 OTHERS = "Choose kernel='triton' or kernel='reference'"
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> None:
-    """Raise ValueError for what these kernels do not serve: device, type, head size, sign of the scale."""
-    if q.device.type != "cuda" or _capability(q.device.index) != (9, 0):
-        where = q.device.type
-        if q.device.type == "cuda":
-            where = f"{q.device} with compute capability {'.'.join(map(str, _capability(q.device.index)))}"
+def _checked(q: Tensor, softmax_scale: float) -> Tensor:
+    """q, ready for TMA. Raises ValueError for a device, type or scale that these kernels do not serve."""
+    device = q.device
+    if device.type != "cuda" or _capability(device.index) != (9, 0):
+        where = str(device)
+        if device.type == "cuda":
+            where += f" with compute capability {'.'.join(map(str, _capability(device.index)))}"
         raise ValueError(f"q is on {where}; kernel 'hopper' runs on compute capability 9.0 alone. {OTHERS}")
     if q.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"q is {q.dtype}; kernel 'hopper' takes bfloat16 and float16. Cast, or: {OTHERS}")
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale is {softmax_scale}; kernel 'hopper' takes positive ones. {OTHERS}")
+    return tma_ready(q)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for names, dim in (("q and k", q.shape[-1]), ("v", v.shape[-1])):
         if not HEAD_DIM_STEP <= dim <= MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
             raise ValueError(
                 f"{names} have head size {dim}; kernel 'hopper' takes multiples of {HEAD_DIM_STEP} up to "
                 f"{MAX_HEAD_DIM}. {OTHERS}"
             )
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale is {softmax_scale}; kernel 'hopper' takes positive ones. {OTHERS}")
     assert q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
     assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[-1] == k.shape[-1]
 
@@ -308,19 +359,45 @@ def _accumulator(name: str, acc: Tensor) -> Tensor:
     return acc
 
 
-def _finished_dq(acc: Tensor, dtype: torch.dtype, softmax_scale: float) -> Tensor:
+def _finished_dq(acc: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     batch, heads, rows, head_dim = acc.shape
     dq = torch.empty((batch, rows, heads, head_dim), dtype=dtype, device=acc.device)
     if acc.numel():
         with _on_device(acc.device):
-            _finish_dq(
-                acc.device.index,
-                batch * heads * -(-rows // FINISH_ROWS),
-                (acc, dq, rows, heads, float(softmax_scale)),
-                {
-                    "HEAD_DIM": head_dim, "D_TILE": head_tile(head_dim), "SEGMENT": segment_of(head_dim),
-                    "ROWS": FINISH_ROWS,
-                },
-                dtype,
+            key = ("dq", acc.data_ptr(), dq.data_ptr(), acc.shape, dtype, acc.device, scale)
+            launch = _finish_launches.get(key) or _finish_launches.put(
+                key,
+                _finish_dq.bind(
+                    acc.device.index,
+                    batch * heads * -(-rows // FINISH_ROWS),
+                    (acc, dq, rows, heads, scale),
+                    {
+                        "HEAD_DIM": head_dim, "D_TILE": head_tile(head_dim), "SEGMENT": segment_of(head_dim),
+                        "ROWS": FINISH_ROWS,
+                    },
+                    dtype,
+                ),
             )  # fmt: skip
+            launch()
     return dq
+
+
+def _finished_dkv(dk_acc: Tensor, dv_acc: Tensor, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor]:
+    dk, dv = torch.empty_like(dk_acc, dtype=dtype), torch.empty_like(dv_acc, dtype=dtype)
+    sizes = dk.numel(), dv.numel()
+    if any(sizes):
+        with _on_device(dk.device):
+            pointers = dk_acc.data_ptr(), dv_acc.data_ptr(), dk.data_ptr(), dv.data_ptr()
+            key = ("dkv", *pointers, *sizes, dtype, dk.device, scale)
+            launch = _finish_launches.get(key) or _finish_launches.put(
+                key,
+                _finish_dkv.bind(
+                    dk.device.index,
+                    -(-max(sizes) // FINISH_BLOCK),
+                    (dk_acc, dv_acc, dk, dv, *sizes, scale),
+                    {"BLOCK": FINISH_BLOCK},
+                    dtype,
+                ),
+            )
+            launch()
+    return dk, dv

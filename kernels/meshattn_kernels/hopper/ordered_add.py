@@ -16,12 +16,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from meshattn_kernels.hopper.shim import reinterpret, tma_reduce_add
 
-# A wait can only fail to end if the grid is not resident as a whole or a table is wrong; some ten seconds of reads.
-_SPIN = """{ .reg .pred again, stuck; .reg .b32 seen, reads; mov.b32 reads, 0;
+# A wait can only fail to end if not all blocks are resident or a table is wrong: some ten seconds of reads.
+_SPIN = """{ .reg .pred again, stuck; .reg .b32 seen, reads, worker; mov.b32 reads, 0;
 SPIN: ld.acquire.gpu.global.b32 seen, [$1];
 add.s32 reads, reads, 1; setp.ne.b32 again, seen, $2; setp.gt.s32 stuck, reads, 10000000;
-@stuck trap;
+@stuck bra STUCK;
 @again bra SPIN;
+bra DONE;
+STUCK: mov.u32 worker, %ctaid.x;
+st.volatile.global.b32 [$3+4], worker; st.volatile.global.b32 [$3+8], $2; st.volatile.global.b32 [$3+12], seen;
+fence.acq_rel.sys; st.volatile.global.b32 [$3], 1; fence.acq_rel.sys; trap;
+DONE: fence.proxy.async.global;
 mov.b32 $0, seen; }"""
 _FINISH = """{ .reg .pred first; .reg .b32 lane;
 cp.async.bulk.wait_group 0;
@@ -35,9 +40,12 @@ FINISH = gl.constexpr(_FINISH)
 
 
 @gluon.jit
-def wait_for_count(counter, count):
-    """Every thread spins with acquire until *counter == count, and traps rather than hang for ever."""
-    return gl.inline_asm_elementwise(SPIN, "=r,l,r", [counter, count], dtype=gl.int32, is_pure=False, pack=1)
+def wait_for_count(counter, count, mailbox):
+    """Every thread spins with acquire until *counter == count; what it then does, by TMA too, comes after. If it is in
+    vain, write to ``mailbox`` (failure.py) and trap rather than hang for ever."""
+    return gl.inline_asm_elementwise(
+        SPIN, "=r,l,r,l", [counter, count, mailbox], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -92,16 +100,9 @@ def dq_shared_layout(q_tile, d_tile, segment):
 
 @gluon.jit
 def writer_partition(
-    dq_desc,
-    counters,
-    worker_start,
-    tasks,
-    steps,
-    num_q_tiles,
-    memory,
-    FIRST: gl.constexpr,
-    ORDERED: gl.constexpr,
-):
+    dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
+    FIRST: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
     """One warp: adds each dq tile to global memory when its turn has come."""
     Q_TILE: gl.constexpr = memory.q.shape[1]
     SEGMENT: gl.constexpr = dq_desc.block_shape[3]
@@ -121,7 +122,7 @@ def writer_partition(
             counter = counters + head * num_q_tiles + q_tile
             mbarrier.wait(memory.dq_full, step & 1)
             if ORDERED:
-                wait_for_count(counter, turn)
+                wait_for_count(counter, turn, mailbox)
             if FIRST and ORDERED:
                 if turn == 0:  # the first turn overwrites: dq needs no zero fill
                     tma.async_copy_shared_to_global(dq_desc, [head, q_tile * Q_TILE, 0, 0], source)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -109,10 +110,40 @@ class BackwardPlan:
     table: ScheduleTable
     grouped: bool
     """Whether some task lacks LOAD or STORE."""
+    some_unseen: bool
+    """Whether some query tile gets no contribution."""
+    number: int
+    """Of no other plan."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether dk, dv of some key/value tile are added by several tasks, in turn."""
+        return self.table.max_dkv_turns > 1
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Query rows of all heads, each head filled up to whole tiles."""
+        return self.table.heads * self.table.query_tiles * self.q_tile
+
+    @cached_property
+    def num_dq_counters(self) -> int:
+        return self.table.heads * self.table.query_tiles
+
+    @cached_property
+    def num_counters(self) -> int:
+        """Those of dq, then those of dk and dv."""
+        return self.num_dq_counters + self.table.kv_heads * self.table.kv_tiles
 
 
 Plan = TypeVar("Plan", ForwardPlan, BackwardPlan)
 _of_arrays: WeakKeyDictionary[ArrayIntervals, dict[Any, Any]] = WeakKeyDictionary()
+_numbers = count()
+
+
+def number_of(arrays: ArrayIntervals) -> int:
+    """A number of these arrays and of no others, as long as the process lives."""
+    number: int = _of_arrays.setdefault(arrays, {}).setdefault("number", next(_numbers))
+    return number
 
 
 def forward_plan(intervals: Intervals, call: Call) -> ForwardPlan:
@@ -235,4 +266,6 @@ def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
         q_tile=q_tile,
         table=table.to(device),
         grouped=bool((table.tasks[:, 5] & both != both).any()),
+        some_unseen=len(table.unseen) > 0,
+        number=next(_numbers),
     )

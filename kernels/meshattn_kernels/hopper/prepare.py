@@ -43,15 +43,26 @@ def finish_dq_kernel(
     flat_head = tl.program_id(0) // blocks
     row = (tl.program_id(0) - flat_head * blocks) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, D_TILE)
-    low = (column & 1) | (((column >> 3) & 1) << 1) | (((column >> 1) & 1) << 2)
-    if D_TILE == 64 and SEGMENT == 32:
-        place = low | (((column >> 4) & 1) << 3) | (((column >> 2) & 1) << 4) | (column >> 5 << 5)
-    else:
-        place = low | (((column >> 2) & 1) << 3) | (column >> 4 << 4)
-    batch = flat_head // heads
     mask = (row < chunk_rows)[:, None] & (column < HEAD_DIM)[None, :]
-    first = flat_head.to(tl.int64) * chunk_rows
-    value = tl.load(acc_ptr + first * HEAD_DIM + row[:, None] * HEAD_DIM + place[None, :], mask=mask)
-    out = (batch.to(tl.int64) * chunk_rows * heads + (flat_head - batch * heads)) * HEAD_DIM
-    at = dq_ptr + out + row.to(tl.int64)[:, None] * (heads * HEAD_DIM) + column[None, :]
-    tl.store(at, (value * scale).to(dq_ptr.dtype.element_ty), mask=mask)
+    tile = acc_ptr + flat_head.to(tl.int64) * chunk_rows * HEAD_DIM
+    value = tl.load(tile + row[:, None] * HEAD_DIM + column[None, :], mask=mask) * scale
+    value = value.to(dq_ptr.dtype.element_ty)
+    # From the highest bit of the place to the lowest, the bits of the column are ...
+    if D_TILE == 64 and SEGMENT == 32:  # 5 2 4 1 3 0
+        value = tl.permute(tl.reshape(value, (ROWS, 2, 2, 2, 2, 2, 2)), (0, 1, 3, 5, 2, 4, 6))
+    else:  # .. 4 2 1 3 0
+        value = tl.permute(tl.reshape(value, (ROWS, D_TILE // 16, 4, 2, 2)), (0, 1, 3, 2, 4))
+    value = tl.reshape(value, (ROWS, D_TILE))
+    batch = flat_head // heads
+    out = dq_ptr + (batch.to(tl.int64) * chunk_rows * heads + (flat_head - batch * heads)) * HEAD_DIM
+    tl.store(out + row.to(tl.int64)[:, None] * (heads * HEAD_DIM) + column[None, :], value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["dk_size", "dv_size", "scale"])
+def finish_dkv_kernel(dk_acc, dv_acc, dk_ptr, dv_ptr, dk_size, dv_size, scale, BLOCK: tl.constexpr):
+    """dk = scale * dk_acc, dv = dv_acc, flat."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dk = tl.load(dk_acc + at, mask=at < dk_size)
+    dv = tl.load(dv_acc + at, mask=at < dv_size)
+    tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=at < dk_size)
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=at < dv_size)
