@@ -22,7 +22,7 @@ from torch import Tensor
 # A file with a zero byte near its start is no text: archives, pictures, caches.
 PROBE = 4096
 # Folders of the standard library that hold what was installed or made on this machine.
-NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
+NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
 
 
 class DataError(ValueError):

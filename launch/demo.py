@@ -140,11 +140,12 @@ def grouped_line(options: Options) -> str:
     ring, mesh = run_ranks(RANKS, measure, backend="gloo")[0]
     least = choose_tile(RANKS, call_shape(RANKS, options))
     model = options.model
+    g = model.heads // model.kv_heads
     verdict = "The ring wins here" if ring < mesh else "The mesh wins here"
     return (
-        f"With g = {model.heads // model.kv_heads} query heads to a key/value head (one step, untrained) a rank "
-        f"sends {ring:,} bytes on the\nring and {mesh:,} on the mesh. {verdict}: keys and values are small beside "
-        f"queries.\nThe tile auto would take is {least}."
+        f"With {model.heads} query heads and {model.kv_heads} key/value head (g = {g}, one step, "
+        f"untrained) a rank sends {ring:,} bytes on the ring\nand {mesh:,} on the mesh. {verdict}: "
+        f"keys and values are small beside queries. The tile auto would take is {least}."
     )
 
 
@@ -171,13 +172,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the results")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=3)
     chosen = parser.parse_args()
     began = time.perf_counter()
     chosen.out.mkdir(parents=True, exist_ok=True)
     # One kind of device for all runs: their losses are to be compared.
     device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= RANKS else "cpu"
-    shape = ["--dim", "64", "--layers", "2", "--heads", "4", "--lr", "1e-2", "--warmup", "4"]
+    shape = ["--dim", "64", "--layers", "2", "--heads", "2", "--lr", "1e-2", "--warmup", "4"]
     sizes = ["--seq-len", str(chosen.seq_len), "--batch-size", str(chosen.batch_size), "--device", device]
     trained = [*shape, *sizes, "--steps", str(chosen.steps)]
 
@@ -185,7 +186,7 @@ def main() -> None:
         print(f"{name}, tile {tile}: {Assignment(tile).picture()}\n", flush=True)
     tiles = {"single": Tile(1, 1), "ring": RING, "mesh": MESH}
     runs = {name: run(name, tile, trained) for name, tile in tiles.items()}
-    grouped = grouped_line(parse([*shape, *sizes, "--kv-heads", "1"]))
+    grouped = grouped_line(parse([*shape, *sizes, "--heads", "4", "--kv-heads", "1"]))
 
     text = f"{table(runs)}\n\nBytes are those that one rank sends in a step.\n{grouped}\n"
     print(f"\n{text}")

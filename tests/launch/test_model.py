@@ -85,7 +85,7 @@ def test_an_untrained_model_knows_nothing() -> None:
     ids = ids_of(65)
     logits = Decoder(ModelConfig())(ids, torch.arange(65), attention).detach()
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    assert float(loss) == pytest.approx(math.log(256), rel=0.02)
+    assert float(loss) == pytest.approx(math.log(256), rel=0.05)
 
 
 @pytest.mark.parametrize(
