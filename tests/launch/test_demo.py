@@ -34,7 +34,7 @@ def shape(*arguments: str) -> options.Options:
 
 
 def test_bytes_by_hand_for_both_tiles() -> None:
-    """3 layers, 2 sequences of 130 tokens on 4 ranks: 33 rows each, 4 heads of 16 four-byte numbers, and lse."""
+    """3 layers, 2 sequences of 130 tokens on 4 ranks: 33 rows, 4 heads, 16 four-byte numbers, lse."""
     chosen = shape("--seq-len", "130", "--batch-size", "2")
     rows = 2 * 33 * 4
     assert demo.formula("forward", Tile(1, 4), chosen) == 3 * 3 * rows * 32 * 4
