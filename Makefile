@@ -32,8 +32,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@
 
+# Without GPUs in sight, so that the same happens on every machine (and autograd can run in forked ranks).
 test: $(ENV)
-	$(RUN) -m pytest
+	CUDA_VISIBLE_DEVICES= $(RUN) -m pytest
 
 test-slow: $(ENV)
 	$(RUN) -m pytest -m "slow and not gpu and not multigpu" --timeout 3600

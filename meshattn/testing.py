@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import os
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from meshattn.transport.base import TransportError
 from meshattn.transport.threads import SimulatedGroup, SimulatedWorld
 
 Result = TypeVar("Result")
+_FORKED_AUTOGRAD = "autograd's threading in combination with fork"
 
 
 class RankError(RuntimeError):
@@ -130,6 +132,8 @@ def _child(
     pipe: Connection, port: int, rank: int, ranks: int, fn: Callable[[Any], Any], timeout: float
 ) -> None:
     torch.set_num_threads(1)  # before anything else: OpenMP's threads did not survive the fork
+    # All ranks are on this machine, whose own name need not lead to an address.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     result: Any
     try:
         dist.init_process_group(
@@ -143,6 +147,11 @@ def _child(
     except BaseException as error:
         print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr)
         result = error
+        if _FORKED_AUTOGRAD in str(error):
+            result = RankError(
+                "PyTorch cannot run a backward pass in a process forked after one on a machine with GPUs: "
+                "hide them (CUDA_VISIBLE_DEVICES= python ...) or call run_ranks before the first backward pass"
+            )
     answer = io.BytesIO()
     try:
         torch.save(result, answer)
