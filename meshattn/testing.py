@@ -150,7 +150,7 @@ def _child(
         if _FORKED_AUTOGRAD in str(error):
             result = RankError(
                 "PyTorch cannot run a backward pass in a process forked after one on a machine with GPUs: "
-                "hide them (CUDA_VISIBLE_DEVICES= python ...) or call run_ranks before the first backward pass"
+                "hide them (CUDA_VISIBLE_DEVICES=) or call run_ranks before the first backward pass"
             )
     answer = io.BytesIO()
     try:
