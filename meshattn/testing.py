@@ -136,13 +136,11 @@ def _child(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     result: Any
     try:
-        dist.init_process_group(
-            "gloo",
-            store=TCPStore("127.0.0.1", port, is_master=False),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=timeout),
-        )
+        store, patience = TCPStore("127.0.0.1", port, is_master=False), timedelta(seconds=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
+        # A rank that has nothing to do must not be gone before the slowest has connected to it.
+        store.set(f"connected/{rank}", "")
+        store.wait([f"connected/{peer}" for peer in range(ranks)], patience)
         result = fn(dist.group.WORLD)
     except BaseException as error:
         print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr)
