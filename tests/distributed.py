@@ -106,7 +106,7 @@ def local_rows(case: Case, rank: int, tensor: Tensor) -> Tensor:
 
 
 def run_case(mesh: AttentionMesh, case: Case, *, device: str = "cpu", **options: Any) -> Results:
-    """One rank's share of a case, forward and backward: tensors of L rows, on the CPU wherever they were made."""
+    """One rank's share of a case, forward and backward: tensors of L rows, always on the CPU."""
     seq = mesh.sequence(case.shape.S, layout=case.layout)
     inputs = inputs_of(case.shape, case.dtype, case.seed)
     q, k, v, do = (local_rows(case, mesh.rank, x).to(device) for x in inputs)

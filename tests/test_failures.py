@@ -20,7 +20,7 @@ from meshattn.testing import RankError, run_ranks
 from meshattn.transport.base import Message, TransportError
 from meshattn_kernels.reference import ReferenceKernel
 
-TIMEOUT = 2.0
+TIMEOUT = 1.5
 VICTIM = 2
 PHASES = ("forward", "backward")
 pytestmark = pytest.mark.timeout(60)
@@ -119,10 +119,10 @@ def test_a_stalled_process(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("tile", [Tile(1, 4), Tile(2, 2)], ids=str)
 def test_a_stalled_thread(tile: Tile, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    arm = _at_block(phase, 2, lambda: time.sleep(2), monkeypatch)
-    outcomes, seconds = _outcomes(tile, arm, "threads", timeout=1.0)
+    arm = _at_block(phase, 2, lambda: time.sleep(1.2), monkeypatch)
+    outcomes, seconds = _outcomes(tile, arm, "threads", timeout=0.5)
     _assert_named(tile, outcomes, phase)
-    assert any(f"nothing from rank {VICTIM} within 1 s" in str(outcome) for outcome in outcomes)
+    assert any(f"nothing from rank {VICTIM} within 0.5 s" in str(outcome) for outcome in outcomes)
     assert seconds < 10
 
 

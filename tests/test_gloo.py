@@ -33,7 +33,7 @@ def _all_cases(ranks: int) -> list[Case]:
     cases = [
         Case(tile, Shape(B=1, S=seq_len, H=3, H_kv=1, D=8), layout, causal, seed=seq_len)
         for tile, layout, causal, seq_len in itertools.product(
-            tiles(ranks), LAYOUTS, (True, False), (1, 2 * ranks - 1, 4 * ranks + 3)
+            tiles(ranks), LAYOUTS, (True, False), (ranks - 1, 4 * ranks + 3)
         )
     ]
     cases += [
