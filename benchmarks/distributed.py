@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 benchmarks/distributed.py --seq-len 131072 --heads 32 --kv-heads 8
 
 First checks every tile against dense attention in float64 on a short sequence, then times forward and
-backward. A time is that of the slowest rank; tiles take turns within each repeat, so that drift of the machine
-hits all alike.
+backward. A time is that of the slowest rank; tiles take turns within each repeat, so that drift of the
+machine hits all alike.
 """
 
 from __future__ import annotations
@@ -311,8 +311,8 @@ def _report(case: Case, results: list[Result], folder: Path) -> None:
             f"# Ring and mesh tiles, {results[0].tile.ranks} ranks",
             machine.describe(),
             f"Case {case}. Medians (middle three fifths) over repeats in which the tiles take turns; a time "
-            "is that of the slowest rank. Bytes are sent per rank; every tile was checked against float64 dense "
-            "attention first.",
+            "is that of the slowest rank. Bytes are sent per rank; every tile was checked against float64 "
+            "dense attention first.",
             table(head, rows),
             "",
         ]
