@@ -8,7 +8,32 @@ from meshattn_kernels.contract import AttentionKernel
 from meshattn_kernels.reference import ReferenceKernel
 
 DEFAULT = "reference"
-_KERNELS: dict[str, Callable[[], AttentionKernel]] = {"reference": ReferenceKernel}
+
+
+def _hopper() -> AttentionKernel:
+    from meshattn_kernels.hopper import hopper_kernel  # imports triton, and only when asked for
+
+    return hopper_kernel()
+
+
+def _triton() -> AttentionKernel:
+    from meshattn_kernels.portable.kernel import TritonKernel
+
+    return TritonKernel()
+
+
+def _triton_dash() -> AttentionKernel:
+    from meshattn_kernels.portable.kernel import TritonDashKernel
+
+    return TritonDashKernel()
+
+
+_KERNELS: dict[str, Callable[[], AttentionKernel]] = {
+    "reference": ReferenceKernel,
+    "hopper": _hopper,
+    "triton": _triton,
+    "triton-dash": _triton_dash,
+}
 
 
 def kernel_names() -> tuple[str, ...]:

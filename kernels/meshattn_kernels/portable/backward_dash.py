@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Backward in one persistent kernel of five matrix products, whose sums of dq follow a table (DASH).
 
-Every worker does its tasks of a ``ScheduleTable`` in order (see ``meshattn_kernels.dash`` for the format): a task
-holds a key/value tile and its dk, dv, walks some query tiles of one head and adds a part of dq to memory at each,
-in the turn that the table gives it. The formulas are those of ``backward_two_loop``.
+Every worker does its tasks of a ``ScheduleTable`` in order (see ``meshattn_kernels.dash`` for the format): a
+task holds a key/value tile and its dk, dv, walks some query tiles of one head and adds a part of dq to
+memory at each, in the turn that the table gives it. The formulas are those of ``backward_two_loop``.
 """
 
 from __future__ import annotations
@@ -168,4 +168,8 @@ def clear_rows_kernel(tiles_ptr, dq_ptr, rows, width, Q_TILE: tl.constexpr, PADD
     row = tl.load(tiles_ptr + tl.program_id(0)) * Q_TILE + tl.arange(0, Q_TILE)
     dim = tl.program_id(1) * PADDED_WIDTH + tl.arange(0, PADDED_WIDTH)
     ptrs = dq_ptr + (tl.program_id(2).to(tl.int64) * rows + row)[:, None] * width + dim[None, :]
-    tl.store(ptrs, tl.zeros((Q_TILE, PADDED_WIDTH), tl.float32), mask=(row < rows)[:, None] & (dim < width)[None, :])
+    tl.store(
+        ptrs,
+        tl.zeros((Q_TILE, PADDED_WIDTH), tl.float32),
+        mask=(row < rows)[:, None] & (dim < width)[None, :],
+    )

@@ -2,8 +2,9 @@
 """Backward in two kernels, seven matrix products and no waits: deterministic by construction.
 
 ``dkdv_kernel`` walks the query tiles that see one key/value tile, ``dq_kernel`` the key/value tiles that one
-query tile sees, and forms s and p * (dp - delta) a second time. No sum crosses a program. With p = exp(s - lse)
-and ds = p * (do v^T - delta): dv = p^T do, dk = ds^T q, dq = ds k; ``finish`` applies the softmax scale.
+query tile sees, and forms s and p * (dp - delta) a second time. No sum crosses a program. With p = exp(s -
+lse) and ds = p * (do v^T - delta): dv = p^T do, dk = ds^T q, dq = ds k; ``finish`` applies the softmax
+scale.
 """
 
 from __future__ import annotations
@@ -79,9 +80,8 @@ def dkdv_kernel(
     begin, stop = tile_rows(t0, start_ptr, end_ptr, lo, hi, n_q, n_k, KV_TILE, BAND)
     first_tile = begin // Q_TILE
     tiles = tl.where(begin < stop, (stop + Q_TILE - 1) // Q_TILE - first_tile, 0)
-    if not FIRST:
-        if tiles == 0:
-            return
+    if not FIRST and tiles == 0:
+        return
 
     dk = tl.zeros((KV_TILE, PADDED_D), tl.float32)
     dv = tl.zeros((KV_TILE, PADDED_D_V), tl.float32)
@@ -102,7 +102,9 @@ def dkdv_kernel(
             r0 = (first_tile + step % tiles) * Q_TILE
             q = load_tile(q_ptr + n * q_stride_h, r0, n_q, q_stride_s, Q_TILE, D, PADDED_D)
             lse, delta = load_row_terms(lse_ptr + n * rows, delta_ptr + n * rows, r0, n_q, Q_TILE)
-            scores = product(k, q.T, tl.broadcast_to(lse[None, :] / -scale_log2, (KV_TILE, Q_TILE)), PRECISION)
+            scores = product(
+                k, q.T, tl.broadcast_to(lse[None, :] / -scale_log2, (KV_TILE, Q_TILE)), PRECISION
+            )
             do = load_tile(do_ptr + n * do_stride_h, r0, n_q, do_stride_s, Q_TILE, D_V, PADDED_D_V)
             p = tl.math.exp2(scores * scale_log2)
             if not sees_all(r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND):
@@ -171,9 +173,8 @@ def dq_kernel(
     begin, stop, full_begin, full_stop = tile_keys(
         r0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND
     )
-    if not FIRST:
-        if begin >= stop:
-            return
+    if not FIRST and begin >= stop:
+        return
 
     dq = tl.zeros((Q_TILE, PADDED_D), tl.float32)
     if begin < stop:

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Forward: one program a query tile and head walks the keys that its rows see, then merges into the accumulator.
+"""Forward: one program a query tile and head walks the keys that its rows see, then merges into the
+accumulator.
 
 The online softmax is FlashAttention-2's (arXiv 2307.08691), in base 2. The running maximum starts at a large
 negative number and hidden scores are -inf: were both infinite, a row that sees nothing would give NaN.
@@ -57,9 +58,8 @@ def forward_kernel(
     begin, stop, full_begin, full_stop = tile_keys(
         r0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND
     )
-    if not FIRST:
-        if begin >= stop:
-            return
+    if not FIRST and begin >= stop:
+        return
 
     lane = tl.arange(0, Q_TILE)
     row = r0 + lane
@@ -76,7 +76,8 @@ def forward_kernel(
         total = tl.zeros((Q_TILE,), tl.float32)
         acc = tl.zeros((Q_TILE, PADDED_D_V), tl.float32)
     else:
-        # The softmax goes on from the normalised sum of earlier blocks. A row that sees no key here keeps its bits.
+        # The softmax goes on from the normalised sum of earlier blocks. A row that sees no key here keeps
+        # its bits.
         start, end = row_bounds(r0 + tl.minimum(lane, n_q - 1 - r0), start_ptr, end_ptr, lo, hi, n_k, BAND)
         stored = (row < n_q) & (start < end)
         lse = tl.load(lse_ptrs, mask=stored, other=float("-inf"))

@@ -21,7 +21,6 @@ from meshattn_kernels.portable.backward_two_loop import dkdv_kernel, dq_kernel
 from meshattn_kernels.portable.finish import add_parts_kernel, scale_and_cast_kernel
 from meshattn_kernels.portable.forward import forward_kernel
 from meshattn_kernels.portable.launch import (
-    capability_of,
     Tiling,
     capability_of,
     check_call,
@@ -37,8 +36,8 @@ from meshattn_kernels.tile_ranges import visible_ranges
 
 FLAT_BLOCK = 1024
 NOMINAL_PROGRAMS = 128
-"""A group of query heads is cut into parts, each its own program, up to about so many programs. A constant and not
-the number of multiprocessors, so that the order of sums follows from the shape."""
+"""A group of query heads is cut into parts, each its own program, up to about so many programs. A constant
+and not the number of multiprocessors, so that the order of sums follows from the shape."""
 
 
 class _Portable:
@@ -76,6 +75,14 @@ class _Portable:
             return (_scaled(acc["dq"], softmax_scale, dtype),)
         return _scaled(acc["dk"], softmax_scale, dtype), acc["dv"].to(dtype, copy=True)
 
+    def _clear_first(
+        self, dq: Mapping[str, Tensor], dkv: Mapping[str, Tensor], first_dq: bool, first_dkv: bool
+    ) -> None:
+        if first_dq:
+            self.clear("dq", dq)
+        if first_dkv:
+            self.clear("dkv", dkv)
+
     def forward(
         self,
         q: Tensor,
@@ -88,7 +95,9 @@ class _Portable:
         first: bool,
     ) -> None:
         check_call(self.name, q, k, v, softmax_scale)
-        if _adds_nothing(intervals, first):
+        if _is_empty_band(intervals):
+            if first:
+                self.clear("out", acc)
             return
         out, lse = acc["out"], acc["lse"]
         q, k, v = readable(q), readable(k), readable(v)
@@ -99,11 +108,11 @@ class _Portable:
         bounds = row_bounds(intervals, lse)
         with on_device(q.device):
             forward_kernel[(-(-rows // tiles.q_tile), heads, batch)](
-                q, k, v, out, lse, bounds.start, bounds.end, bounds.lo, bounds.hi, intervals.n_q, intervals.n_k,
-                rows, heads // k.shape[2], softmax_scale,
+                q, k, v, out, lse, bounds.start, bounds.end, bounds.lo, bounds.hi,
+                intervals.n_q, intervals.n_k, rows, heads // k.shape[2], softmax_scale,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                head_dim, head_dim_v, pad, pad_v, tiles.q_tile, tiles.kv_tile, tiles.stages, precision(q.dtype),
-                bounds.band, first, num_warps=tiles.warps,
+                head_dim, head_dim_v, pad, pad_v, tiles.q_tile, tiles.kv_tile, tiles.stages,
+                precision(q.dtype), bounds.band, first, num_warps=tiles.warps,
             )  # fmt: skip
 
 
@@ -131,12 +140,13 @@ class TritonKernel(_Portable):
         first_dkv: bool,
     ) -> None:
         check_call(self.name, q, k, v, softmax_scale)
+        if _is_empty_band(intervals):
+            self._clear_first(dq, dkv, first_dq, first_dkv)
+            return
         q, k, v, do = readable(q), readable(k), readable(v), readable(do)
         lse, delta = lse.contiguous(), delta.contiguous()
-        if not _adds_nothing(intervals, first_dkv):
-            _two_loop_dkdv(q, k, v, do, lse, delta, dkv, intervals, softmax_scale, first_dkv)
-        if not _adds_nothing(intervals, first_dq):
-            _two_loop_dq(q, k, v, do, lse, delta, dq["dq"], intervals, softmax_scale, first_dq)
+        _two_loop_dkdv(q, k, v, do, lse, delta, dkv, intervals, softmax_scale, first_dkv)
+        _two_loop_dq(q, k, v, do, lse, delta, dq["dq"], intervals, softmax_scale, first_dq)
 
 
 @dataclass(frozen=True)
@@ -172,7 +182,8 @@ class TritonDashKernel(_Portable):
         first_dkv: bool,
     ) -> None:
         check_call(self.name, q, k, v, softmax_scale)
-        if _adds_nothing(intervals, first_dq or first_dkv):
+        if _is_empty_band(intervals):
+            self._clear_first(dq, dkv, first_dq, first_dkv)
             return
         q, k, v, do = readable(q), readable(k), readable(v), readable(do)
         lse, delta = lse.contiguous(), delta.contiguous()
@@ -184,7 +195,9 @@ class TritonDashKernel(_Portable):
         bounds = row_bounds(intervals, lse)
         dq_acc = dq["dq"]
         counters = torch.zeros(
-            batch * (heads * table.query_tiles + kv_heads * table.kv_tiles), dtype=torch.int32, device=q.device
+            batch * (heads * table.query_tiles + kv_heads * table.kv_tiles),
+            dtype=torch.int32,
+            device=q.device,
         )
         with on_device(q.device):
             if first_dq and not self.deterministic:
@@ -201,8 +214,8 @@ class TritonDashKernel(_Portable):
                 intervals.n_q, intervals.n_k, rows, keys, heads, kv_heads, batch * heads,
                 table.query_tiles, table.kv_tiles, softmax_scale,
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-                head_dim, head_dim_v, pad, pad_v, tiles.q_tile, tiles.kv_tile, tiles.stages, precision(q.dtype),
-                bounds.band, first_dq, first_dkv, self.deterministic,
+                head_dim, head_dim_v, pad, pad_v, tiles.q_tile, tiles.kv_tile, tiles.stages,
+                precision(q.dtype), bounds.band, first_dq, first_dkv, self.deterministic,
                 num_warps=tiles.warps, launch_cooperative_grid=True,
             )  # fmt: skip
 
@@ -291,9 +304,9 @@ def group_parts(group: int, tasks: int) -> int:
     return next((part for part in parts if part * tasks >= NOMINAL_PROGRAMS), group)
 
 
-def _adds_nothing(intervals: Intervals, first: bool) -> bool:
+def _is_empty_band(intervals: Intervals) -> bool:
     """Whether a launch can be spared. For arrays that would need a look at the device: their kernels look."""
-    return not first and isinstance(intervals, BandIntervals) and intervals.is_empty
+    return isinstance(intervals, BandIntervals) and intervals.is_empty
 
 
 def _scaled(acc: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

@@ -1,16 +1,16 @@
-"""What a launch needs beside tensors: tile sizes from a static table, checked inputs, row bounds on the device.
+"""What a launch needs beside tensors: tile sizes from a static table, checked inputs, row bounds on the
+device.
 
-Tile sizes decide the order of sums and so bits: they follow from head size, type and GPU generation alone, and
-nothing is tuned at run time.
+Tile sizes decide the order of sums and so bits: they follow from head size, type and GPU generation alone,
+and nothing is tuned at run time.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,8 @@ Pass = Literal["forward", "dkdv", "dq", "dash"]
 Capability = tuple[int, int]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter: decided by TRITON_INTERPRET=1 before triton is first imported."""
+"""Whether kernels run in Triton's interpreter: decided by TRITON_INTERPRET=1 before triton is first
+imported."""
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 256
@@ -42,55 +43,67 @@ class Tiling:
     warps: int
 
 
-# GPUs by how Triton multiplies on them and by shared memory: sm_90 and 100 have asynchronous products; sm_80 has
-# 163 KiB for a thread block; "small" are sm_86, 89 and 120, with 99 KiB.
-_Family = Literal["sm90", "sm80", "small"]
+# sm_100 and sm_90 have asynchronous products and 227 KiB of shared memory for a thread block, sm_80 has 163 KiB;
+# "small" are sm_86, 89 and 120 with 99 KiB.
+_Family = Literal["sm100", "sm90", "sm80", "small"]
 
-# By family and greatest padded head size, for 16-bit inputs. All spill at most 64 bytes (checked in the tests).
+# By family and greatest padded head size, for 16-bit inputs: no kernel spills more than 64 bytes (see the tests).
 _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
     "forward": {
+        ("sm100", 64): Tiling(128, 64, stages=3, warps=8),
+        ("sm100", 128): Tiling(128, 64, stages=2, warps=8),
+        ("sm100", 256): Tiling(64, 64, stages=2, warps=8),
         ("sm90", 64): Tiling(128, 64, stages=3, warps=4),
         ("sm90", 128): Tiling(128, 64, stages=2, warps=4),
         ("sm90", 256): Tiling(128, 64, stages=2, warps=8),
-        ("sm80", 64): Tiling(128, 64, stages=2, warps=4),
-        ("sm80", 128): Tiling(128, 64, stages=2, warps=8),
-        ("sm80", 256): Tiling(64, 64, stages=2, warps=8),
-        ("small", 64): Tiling(128, 64, stages=2, warps=4),
-        ("small", 128): Tiling(128, 32, stages=2, warps=8),
+        ("sm80", 64): Tiling(128, 64, stages=3, warps=4),
+        ("sm80", 128): Tiling(128, 64, stages=3, warps=8),
+        ("sm80", 256): Tiling(128, 32, stages=3, warps=8),
+        ("small", 64): Tiling(128, 64, stages=3, warps=4),
+        ("small", 128): Tiling(128, 32, stages=3, warps=8),
         ("small", 256): Tiling(64, 32, stages=2, warps=8),
     },
     "dkdv": {
-        ("sm90", 64): Tiling(64, 128, stages=2, warps=8),
+        ("sm100", 64): Tiling(64, 128, stages=2, warps=8),
+        ("sm100", 128): Tiling(64, 128, stages=2, warps=8),
+        ("sm100", 256): Tiling(32, 64, stages=2, warps=8),
+        ("sm90", 64): Tiling(64, 128, stages=3, warps=8),
         ("sm90", 128): Tiling(64, 128, stages=2, warps=8),
         ("sm90", 256): Tiling(32, 64, stages=2, warps=8),
-        ("sm80", 64): Tiling(32, 128, stages=2, warps=8),
-        ("sm80", 128): Tiling(64, 64, stages=2, warps=8),
-        ("sm80", 256): Tiling(32, 64, stages=2, warps=8),
-        ("small", 64): Tiling(32, 128, stages=2, warps=8),
+        ("sm80", 64): Tiling(32, 128, stages=3, warps=8),
+        ("sm80", 128): Tiling(64, 64, stages=3, warps=8),
+        ("sm80", 256): Tiling(32, 32, stages=3, warps=4),
+        ("small", 64): Tiling(32, 128, stages=3, warps=8),
         ("small", 128): Tiling(64, 64, stages=2, warps=8),
         ("small", 256): Tiling(32, 32, stages=2, warps=4),
     },
     "dq": {
-        ("sm90", 64): Tiling(128, 64, stages=2, warps=8),
-        ("sm90", 128): Tiling(128, 64, stages=2, warps=8),
-        ("sm90", 256): Tiling(64, 32, stages=2, warps=8),
-        ("sm80", 64): Tiling(128, 64, stages=2, warps=8),
-        ("sm80", 128): Tiling(64, 64, stages=2, warps=4),
-        ("sm80", 256): Tiling(64, 32, stages=2, warps=8),
-        ("small", 64): Tiling(64, 64, stages=2, warps=4),
-        ("small", 128): Tiling(64, 64, stages=2, warps=8),
+        ("sm100", 64): Tiling(128, 64, stages=3, warps=8),
+        ("sm100", 128): Tiling(128, 64, stages=3, warps=8),
+        ("sm100", 256): Tiling(64, 32, stages=2, warps=8),
+        ("sm90", 64): Tiling(128, 64, stages=3, warps=8),
+        ("sm90", 128): Tiling(128, 64, stages=3, warps=8),
+        ("sm90", 256): Tiling(64, 32, stages=3, warps=8),
+        ("sm80", 64): Tiling(128, 64, stages=3, warps=8),
+        ("sm80", 128): Tiling(64, 64, stages=3, warps=4),
+        ("sm80", 256): Tiling(64, 32, stages=3, warps=8),
+        ("small", 64): Tiling(64, 64, stages=3, warps=4),
+        ("small", 128): Tiling(64, 32, stages=3, warps=4),
         ("small", 256): Tiling(32, 32, stages=2, warps=4),
     },
     "dash": {
-        ("sm90", 64): Tiling(64, 128, stages=2, warps=8),
-        ("sm90", 128): Tiling(64, 128, stages=2, warps=8),
-        ("sm90", 256): Tiling(32, 64, stages=2, warps=8),
-        ("sm80", 64): Tiling(32, 128, stages=2, warps=8),
-        ("sm80", 128): Tiling(64, 64, stages=2, warps=8),
-        ("sm80", 256): Tiling(32, 64, stages=2, warps=8),
-        ("small", 64): Tiling(32, 128, stages=2, warps=8),
-        ("small", 128): Tiling(64, 64, stages=2, warps=8),
-        ("small", 256): Tiling(32, 32, stages=2, warps=4),
+        ("sm100", 64): Tiling(64, 64, stages=3, warps=8),
+        ("sm100", 128): Tiling(64, 32, stages=3, warps=8),
+        ("sm100", 256): Tiling(32, 32, stages=3, warps=8),
+        ("sm90", 64): Tiling(64, 128, stages=3, warps=8),
+        ("sm90", 128): Tiling(64, 64, stages=3, warps=8),
+        ("sm90", 256): Tiling(32, 32, stages=3, warps=8),
+        ("sm80", 64): Tiling(32, 128, stages=3, warps=8),
+        ("sm80", 128): Tiling(64, 64, stages=3, warps=8),
+        ("sm80", 256): Tiling(32, 32, stages=3, warps=8),
+        ("small", 64): Tiling(32, 128, stages=3, warps=8),
+        ("small", 128): Tiling(64, 64, stages=3, warps=8),
+        ("small", 256): Tiling(32, 32, stages=3, warps=8),
     },
 }
 # float32 products run without tensor cores, so that they are as exact as eager attention in float32.
@@ -101,9 +114,9 @@ _SINGLE: dict[int, Tiling] = {
 }
 _INTERPRETER: dict[Pass, Tiling] = {
     "forward": Tiling(32, 16, stages=1, warps=1),
-    "dkdv": Tiling(16, 32, stages=1, warps=1),
-    "dq": Tiling(32, 16, stages=1, warps=1),
-    "dash": Tiling(16, 32, stages=1, warps=1),
+    "dkdv": Tiling(32, 16, stages=1, warps=1),
+    "dq": Tiling(16, 32, stages=1, warps=1),
+    "dash": Tiling(32, 16, stages=1, warps=1),
 }
 
 
@@ -114,7 +127,8 @@ def tiling(which: Pass, padded_dim: int, dtype: torch.dtype, capability: Capabil
     bucket = max(padded_dim, 64)
     if dtype == torch.float32:
         return _SINGLE[bucket]
-    family: _Family = "sm90" if capability[0] in (9, 10) else "sm80" if capability == (8, 0) else "small"
+    by_major: dict[int, _Family] = {9: "sm90", 10: "sm100"}
+    family = "sm80" if capability == (8, 0) else by_major.get(capability[0], "small")
     return _HALF[which][family, bucket]
 
 
@@ -128,14 +142,15 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _device_capability(index: int) -> Capability:
     return torch.cuda.get_device_capability(index)
 
 
-@lru_cache(maxsize=None)
+@cache
 def num_workers(device: torch.device) -> int:
-    """Thread blocks that are resident at once, one a multiprocessor; the interpreter runs one after the other."""
+    """Thread blocks that are resident at once, one a multiprocessor; the interpreter runs one after the
+    other."""
     return 1 if INTERPRETED else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -159,8 +174,8 @@ def check_call(kernel: str, q: Tensor, k: Tensor, v: Tensor, softmax_scale: floa
     capability = capability_of(q.device)
     if capability is not None and capability < (8, 0):
         raise ValueError(
-            f"{q.device} has compute capability {capability[0]}.{capability[1]}; kernel {kernel!r} needs 8.0. "
-            "Choose kernel='reference'"
+            f"{q.device} has compute capability {capability[0]}.{capability[1]}; kernel {kernel!r} needs "
+            "8.0. Choose kernel='reference'"
         )
     for name, dim in (("q and k", q.shape[-1]), ("v", v.shape[-1])):
         if not 1 <= dim <= _MAX_HEAD_DIM:
@@ -178,7 +193,8 @@ def check_call(kernel: str, q: Tensor, k: Tensor, v: Tensor, softmax_scale: floa
 
 
 def readable(x: Tensor) -> Tensor:
-    """x, or a copy of it where its last dim is not contiguous or a stride would overflow 32 bits in a tile."""
+    """x, or a copy of it where its last dim is not contiguous or a stride would overflow 32 bits in a
+    tile."""
     return x if x.stride(-1) == 1 and x.stride(1) < _MAX_STRIDE else x.contiguous()
 
 
@@ -218,6 +234,3 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     if device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
-
-
-Launch = Callable[..., Any]

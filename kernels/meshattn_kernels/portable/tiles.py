@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Device functions that all kernels share: which keys a row sees, which rows see a key, and loading of tiles.
 
-Rows are query rows. A tile reaches beyond the real rows (n_q) or keys (n_k) where these divide by nothing: its
-surplus lanes load the last real row or key again, so that padding is never read, and are masked out later. That
-costs one minimum a lane, where a load mask would cost a predicate and a zero fill.
+Rows are query rows. A tile reaches beyond the real rows (n_q) or keys (n_k) where these divide by nothing:
+its surplus lanes load the last real row or key again, so that padding is never read, and are masked out
+later. That costs one minimum a lane, where a load mask would cost a predicate and a zero fill.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a b in fp32. The interpreter would multiply the bit patterns of bfloat16: it gets them promoted."""
+    """acc + a b in fp32. The interpreter would multiply the bit patterns of bfloat16: it gets them
+    promoted."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
@@ -28,7 +29,8 @@ def product(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def row_bounds(row, start_ptr, end_ptr, lo, hi, n_k, BAND: tl.constexpr):
-    """Start and end of the keys that each row sees; rows below n_q only. See ``meshattn_kernels.intervals``."""
+    """Start and end of the keys that each row sees; rows below n_q only. See
+    ``meshattn_kernels.intervals``."""
     if BAND:
         start = tl.minimum(tl.maximum(row - hi, 0), n_k)
         end = tl.minimum(tl.maximum(row - lo + 1, 0), n_k)
@@ -44,8 +46,8 @@ def tile_keys(
 ):
     """Keys that matter to the rows r0 .. r0 + Q_TILE - 1.
 
-    Returns begin, stop, full_begin, full_stop: key tiles start at begin, begin + KV_TILE, ..., below stop; those
-    within [full_begin, full_stop) are seen whole by every real row.
+    Returns begin, stop, full_begin, full_stop: key tiles start at begin, begin + KV_TILE, ..., below stop;
+    those within [full_begin, full_stop) are seen whole by every real row.
     """
     first = tl.minimum(r0, tl.maximum(n_q - 1, 0))
     last = tl.minimum(r0 + Q_TILE, n_q) - 1
@@ -58,7 +60,8 @@ def tile_keys(
 
 @triton.jit
 def count_at_most(bound_ptr, size, limit):
-    """How many of the ``size`` entries of a non-decreasing array are at most ``limit``; PROBES-fold search."""
+    """How many of the ``size`` entries of a non-decreasing array are at most ``limit``; PROBES-fold
+    search."""
     begin = size * 0
     left = size
     while left > 0:
@@ -140,7 +143,8 @@ def load_row_terms(lse_ptr, delta_ptr, r0, n_q, ROWS: tl.constexpr):
 def add_tile(
     ptr, value, r0, size, stride_row, first, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Add ``value`` [ROWS, PADDED] to fp32 rows of memory that no other program touches; with ``first`` write it.
+    """Add ``value`` [ROWS, PADDED] to fp32 rows of memory that no other program touches; with ``first``
+    write it.
 
     Memory that is written first may hold NaN: it is not read then.
     """

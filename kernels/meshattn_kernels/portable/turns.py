@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Turns: sums of several programs into one tile of memory, in an order that a table fixes.
 
-A counter a tile holds the turn that is due. A program waits for its turn, adds, and passes the turn on. Acquire
-and release at the scope of the GPU make everything added before visible to the next; each of the two is followed
-or led by a barrier of the thread block, because one thread speaks for all. Both are inline assembly: a loop or a
-barrier written in Triton inside a pipelined loop switches pipelining off, and an atomic release written in Triton
-has no barrier before it.
+A counter a tile holds the turn that is due. A program waits for its turn, adds, and passes the turn on.
+Acquire and release at the scope of the GPU make everything added before visible to the next; each of the two
+is followed or led by a barrier of the thread block, because one thread speaks for all. Both are inline
+assembly: a loop or a barrier written in Triton inside a pipelined loop switches pipelining off, and an
+atomic release written in Triton has no barrier before it.
 
-The interpreter runs programs one after the other, so a turn that has not come when it is asked for never comes:
-the sum is made NaN there.
+The interpreter runs programs one after the other, so a turn that has not come when it is asked for never
+comes: the sum is made NaN there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from meshattn_kernels.portable.tiles import INTERPRETED
 
 @triton.jit
 def wait_for_turn(counter_ptr, turn):
-    """Wait until the counter holds ``turn``. Traps after 20 million reads, some ten seconds: better an error than
-    a GPU that hangs."""
+    """Wait until the counter holds ``turn``. Traps after 20 million reads, some ten seconds: better an error
+    than a GPU that hangs."""
     tl.inline_asm_elementwise(
         """{ .reg .pred other, again, stuck; .reg .b32 thread, seen, reads;
 mov.b32 reads, 0; mov.u32 thread, %tid.x; setp.ne.b32 other, thread, 0;

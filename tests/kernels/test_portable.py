@@ -1,0 +1,416 @@
+"""The portable kernels against dense attention: every mask form, merging, grouped heads, padding, bits.
+
+With TRITON_INTERPRET=1 they run in Triton's interpreter (see test_portable_interpreted.py), with small tiles;
+otherwise, marked gpu, on the GPU with the tiles of its generation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import Inputs, Results, Shape, make_inputs
+from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals, accumulator_dtype
+from tolerance import assert_close
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
+    pytest.skip("interpreted in a process of its own", allow_module_level=True)
+
+import triton.language as tl  # noqa: E402
+
+from meshattn_kernels.portable.kernel import TritonDashKernel, TritonKernel, group_parts  # noqa: E402
+from meshattn_kernels.portable.launch import INTERPRETED, padded, tiling  # noqa: E402
+from meshattn_kernels.portable.tiles import count_at_most  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu, pytest.mark.timeout(600)]
+NAN = math.nan
+KERNELS = [TritonKernel(), TritonDashKernel()]
+Kernel = TritonKernel | TritonDashKernel
+Block = tuple[slice, Intervals]
+
+
+def by_name(kernel: Kernel) -> str:
+    return kernel.name
+
+
+@dataclass(frozen=True)
+class Run:
+    """One query chunk against blocks of keys, in order; accumulator memory starts as NaN."""
+
+    kernel: Kernel
+    softmax_scale: float
+
+    def accumulator(self, kind: str, inputs: Inputs, rows: int) -> dict[str, Tensor]:
+        sizes = self.kernel.accumulator_shapes(
+            kind,
+            batch=len(inputs.q),
+            rows=rows,
+            heads=inputs.q.shape[2],
+            kv_heads=inputs.k.shape[2],
+            head_dim=inputs.q.shape[3],
+            head_dim_v=inputs.v.shape[3],
+        )
+        total = sum(map(math.prod, sizes.values()))
+        buffer = torch.full((total,), NAN, dtype=accumulator_dtype(inputs.q.dtype), device=DEVICE)
+        pieces = buffer.split([math.prod(size) for size in sizes.values()])
+        return {name: piece.view(size) for (name, size), piece in zip(sizes.items(), pieces, strict=True)}
+
+    def forward(self, inputs: Inputs, blocks: list[Block]) -> dict[str, Tensor]:
+        q, k, v, _ = inputs
+        acc = self.accumulator("out", inputs, q.shape[1])
+        for n, (keys, intervals) in enumerate(blocks):
+            self.kernel.forward(
+                q, k[:, keys], v[:, keys], acc, intervals, softmax_scale=self.softmax_scale, first=n == 0
+            )
+        return acc
+
+    def __call__(self, inputs: Inputs, blocks: list[Block]) -> Results:
+        """Forward and backward. dk and dv of all blocks are accumulated in one accumulator of all keys if the
+        blocks are the same keys, else concatenated in the order of the blocks."""
+        inputs = Inputs(*(x.to(DEVICE) for x in inputs))
+        q, k, v, do = inputs
+        kernel, scale = self.kernel, self.softmax_scale
+        acc = self.forward(inputs, blocks)
+        delta = (acc["out"] * do.nan_to_num()).sum(-1).transpose(1, 2)
+        dq = self.accumulator("dq", inputs, q.shape[1])
+        parts: list[tuple[Tensor, ...]] = []
+        for n, (keys, intervals) in enumerate(blocks):
+            k_block, v_block = k[:, keys], v[:, keys]
+            dkv = self.accumulator("dkv", inputs, k_block.shape[1])
+            kernel.backward(
+                q, k_block, v_block, do, acc["lse"], delta, dq, dkv, intervals,
+                softmax_scale=scale, first_dq=n == 0, first_dkv=True,
+            )  # fmt: skip
+            parts.append(kernel.finish("dkv", dkv, dtype=q.dtype, softmax_scale=scale))
+        (out,) = kernel.finish("out", acc, dtype=q.dtype, softmax_scale=scale)
+        (dq_out,) = kernel.finish("dq", dq, dtype=q.dtype, softmax_scale=scale)
+        dk, dv = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        return Results(*(x.cpu() for x in (out, acc["lse"], dq_out, dk, dv)))
+
+
+def dense(inputs: Inputs, visible: Tensor, scale: float, dtype: torch.dtype) -> Results:
+    """All results of dense attention in ``dtype`` with the mask ``visible`` [S, S_k]."""
+    q, k, v, do = (x.detach().to(dtype) for x in inputs)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    k_heads, v_heads = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    scores = torch.einsum("bshd,bthd->bhst", q, k_heads).to(accumulator_dtype(dtype)) * scale
+    none = ~visible.any(-1)
+    scores = scores.masked_fill(~visible & ~none[:, None], -math.inf).masked_fill(none[:, None], 0.0)
+    lse = scores.logsumexp(-1).masked_fill(none, -math.inf)
+    p = scores.softmax(-1).masked_fill(none[:, None], 0.0).to(dtype)
+    out = torch.einsum("bhst,bthd->bshd", p, v_heads)
+    return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), do))
+
+
+def visible_pairs(rows: int, keys: int, blocks: list[Block]) -> Tensor:
+    visible = torch.zeros(rows, keys, dtype=torch.bool)
+    for span, intervals in blocks:
+        start, end = intervals.bounds(rows)
+        key = torch.arange(len(range(keys)[span]))
+        visible[:, span] = (key >= start[:, None]) & (key < end[:, None])
+    return visible
+
+
+def check(kernel: Kernel, inputs: Inputs, blocks: list[Block], scale: float = 0.3) -> Results:
+    """Compare with dense attention of the same keys; returns what the kernel gave."""
+    actual = Run(kernel, scale)(inputs, blocks)
+    order = torch.cat([torch.arange(inputs.k.shape[1])[span] for span, _ in blocks])
+    actual = actual._replace(dk=actual.dk[:, order.argsort()], dv=actual.dv[:, order.argsort()])
+    visible = visible_pairs(inputs.q.shape[1], inputs.k.shape[1], blocks)
+    oracle = dense(inputs, visible, scale, torch.float64)
+    eager = dense(inputs, visible, scale, inputs.q.dtype)
+    for name in Results._fields:
+        assert_close(name, *(getattr(results, name) for results in (actual, oracle, eager)))
+    return actual
+
+
+def full(shape: Shape) -> BandIntervals:
+    return BandIntervals(-UNBOUNDED, UNBOUNDED, shape.S, shape.seq_len_k)
+
+
+def causal(shape: Shape) -> BandIntervals:
+    return BandIntervals(shape.S - shape.seq_len_k, UNBOUNDED, shape.S, shape.seq_len_k)
+
+
+def window(shape: Shape) -> BandIntervals:
+    """A band that the last rows are beyond, if there are more rows than keys."""
+    return BandIntervals(-5, 9, shape.S, shape.seq_len_k)
+
+
+def as_arrays(intervals: Intervals, rows: int) -> ArrayIntervals:
+    return ArrayIntervals(*intervals.bounds(rows), intervals.n_q, intervals.n_k)
+
+
+def random_arrays(rows: int, keys: int, seed: int = 0) -> ArrayIntervals:
+    """Non-decreasing bounds; about a third of the rows is empty, alone and in runs."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(0, keys + 1, (rows,), generator=generator).sort().values
+    end = (start + torch.randint(0, keys // 2 + 1, (rows,), generator=generator)).clamp(max=keys)
+    end = torch.cummax(end, 0).values
+    empty = torch.rand(rows, generator=generator) < 0.2
+    empty[rows // 3 : rows // 3 + rows // 8] = True
+    # An empty row takes its end as start, and so may rows after it have to.
+    start = torch.cummax(torch.where(empty, end, start), 0).values
+    return ArrayIntervals(start.int(), torch.maximum(start, end).int(), rows, keys)
+
+
+SMALL = [
+    (Shape(B=1, S=37, H=2, H_kv=1, D=24, D_v=16, S_k=41), torch.bfloat16, causal),
+    (Shape(B=2, S=19, H=2, H_kv=2, D=16, S_k=35), torch.float32, window),
+    (Shape(B=1, S=34, H=3, H_kv=1, D=16, D_v=40, S_k=18), torch.float16, full),
+]
+LARGE = [
+    (Shape(B=2, S=S, H=H, H_kv=H_kv, D=D, D_v=D_v, S_k=S_k), dtype, rule)
+    for S, S_k, H, H_kv, D, D_v in (
+        (300, 421, 4, 2, 64, 64),
+        (517, 517, 2, 2, 128, 128),
+        (700, 333, 8, 1, 128, 64),
+        (257, 391, 2, 1, 256, 256),
+        (129, 255, 6, 2, 40, 96),
+        (1, 190, 2, 2, 8, 16),
+        (190, 1, 2, 2, 192, 128),
+    )
+    for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    for rule in (full, causal, window)
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+@pytest.mark.parametrize(
+    "shape, dtype, rule",
+    SMALL if INTERPRETED else SMALL + LARGE,
+    ids=lambda x: x.__name__ if callable(x) else str(x),
+)
+def test_equals_dense_attention(kernel: Kernel, shape: Shape, dtype: torch.dtype, rule) -> None:
+    inputs = make_inputs(shape, dtype)
+    intervals = rule(shape)
+    band = check(kernel, inputs, [(slice(None), intervals)])
+    assert band.lse.dtype == torch.float32 and all(x.dtype == dtype for x in (band.out, *band[2:]))
+    if not INTERPRETED:  # there it takes too long; the tests of padding compare the two forms
+        arrays = Run(kernel, 0.3)(inputs, [(slice(None), as_arrays(intervals, shape.S))])
+        for ours, same in zip(arrays, band, strict=True):
+            assert torch.equal(ours, same)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_random_intervals_with_empty_rows_merge_from_several_blocks(kernel: Kernel) -> None:
+    rows, cuts = (45, [0, 7, 7, 30]) if INTERPRETED else (801, [0, 129, 129, 500, 777])
+    shape = Shape(B=1, S=rows, H=2, H_kv=1, D=16, D_v=24, S_k=cuts[-1])
+    blocks: list[Block] = [
+        (slice(t0, t1), random_arrays(rows, t1 - t0, seed=t1)) for t0, t1 in pairwise(cuts)
+    ]
+    check(kernel, make_inputs(shape, torch.bfloat16), [blocks[-1], *blocks[:-1]])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_two_query_chunks_add_into_one_key_accumulator(kernel: Kernel) -> None:
+    cut, rows, keys = (7, 33, 20) if INTERPRETED else (250, 411, 300)
+    shape = Shape(B=1, S=rows, H=2, H_kv=1, D=16, S_k=keys)
+    inputs = make_inputs(shape, torch.float32)
+    visible = visible_pairs(rows, keys, [(slice(None), full(shape))])
+    oracle, eager = (dense(inputs, visible, 0.3, dtype) for dtype in (torch.float64, torch.float32))
+    q, k, v, do = inputs = Inputs(*(x.to(DEVICE) for x in inputs))
+    lse, out = (x.float().to(DEVICE) for x in (oracle.lse, oracle.out))
+    delta = (out * do).sum(-1).transpose(1, 2)
+    run = Run(kernel, 0.3)
+    dkv = run.accumulator("dkv", inputs, keys)
+    for n, chunk in enumerate((slice(0, cut), slice(cut, rows))):
+        intervals = BandIntervals(-UNBOUNDED, UNBOUNDED, q[:, chunk].shape[1], keys)
+        dq = run.accumulator("dq", inputs, q[:, chunk].shape[1])
+        kernel.backward(
+            q[:, chunk], k, v, do[:, chunk], lse[:, :, chunk], delta[:, :, chunk], dq, dkv, intervals,
+            softmax_scale=0.3, first_dq=True, first_dkv=n == 0,
+        )  # fmt: skip
+        (ours,) = kernel.finish("dq", dq, dtype=torch.float32, softmax_scale=0.3)
+        assert_close("dq", ours, oracle.dq[:, chunk], eager.dq[:, chunk])
+    dk, dv = kernel.finish("dkv", dkv, dtype=torch.float32, softmax_scale=0.3)
+    assert_close("dk", dk, oracle.dk, eager.dk)
+    assert_close("dv", dv, oracle.dv, eager.dv)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+@pytest.mark.parametrize("form", ["band", "arrays"])
+def test_padding_of_nan_reaches_nothing(kernel: Kernel, form: str) -> None:
+    """Padding rows have NaN in every input, lse and delta; those within a tile and those beyond."""
+    size, rows, keys = ((19, 13), 37, 37) if INTERPRETED else ((301, 205), 700, 500)
+    real = Shape(B=1, S=size[0], H=2, H_kv=1, D=16, D_v=24, S_k=size[1])
+    inputs = make_inputs(real, torch.bfloat16)
+    padded_inputs = Inputs(
+        *(
+            torch.cat([x, torch.full_like(x[:, :1], NAN).expand(-1, n - x.shape[1], -1, -1)], dim=1)
+            for x, n in zip(inputs, (rows, keys, keys, rows), strict=True)
+        )
+    )
+    intervals: Intervals = causal(real)
+    if form == "arrays":
+        intervals = as_arrays(intervals, rows)
+    expected = check(kernel, inputs, [(slice(None), causal(real))])
+    actual = Run(kernel, 0.3)(padded_inputs, [(slice(None), intervals)])
+    for name, dim, n in (("out", 1, 0), ("lse", 2, 0), ("dq", 1, 0), ("dk", 1, 1), ("dv", 1, 1)):
+        ours, same = getattr(actual, name), getattr(expected, name)
+        assert torch.equal(ours.narrow(dim, 0, size[n]), same), name
+        beyond = ours.narrow(dim, size[n], ours.shape[dim] - size[n])
+        assert (beyond == (-math.inf if name == "lse" else 0)).all(), name
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+@pytest.mark.parametrize(
+    "intervals",
+    [
+        BandIntervals(3, 2, 4, 5),
+        BandIntervals(9, UNBOUNDED, 4, 5),
+        BandIntervals(-UNBOUNDED, UNBOUNDED, 0, 5),
+        BandIntervals(-UNBOUNDED, UNBOUNDED, 4, 0),
+        ArrayIntervals(*torch.tensor([[0, 2, 2, 5], [0, 2, 2, 5]], dtype=torch.int32), 4, 5),
+        ArrayIntervals(*torch.zeros(2, 4, dtype=torch.int32), 4, 0),
+    ],
+    ids=["no band", "out of reach", "no query", "no key", "arrays", "arrays without key"],
+)
+def test_a_block_without_pairs_writes_neutral_or_nothing(kernel: Kernel, intervals: Intervals) -> None:
+    shape = Shape(B=1, S=4, H=1, H_kv=1, D=16, S_k=5)
+    inputs = make_inputs(shape, torch.float32)
+    alone = Run(kernel, 1.0)(inputs, [(slice(None), intervals)])
+    assert (alone.lse == -math.inf).all()
+    assert all((x == 0).all() for x in (alone.out, *alone[2:]))
+    once = Run(kernel, 1.0)(inputs, [(slice(None), full(shape))])
+    twice = Run(kernel, 1.0)(inputs, [(slice(None), full(shape)), (slice(None), intervals)])
+    for name in ("out", "lse", "dq"):
+        assert torch.equal(getattr(once, name), getattr(twice, name)), name
+
+
+def test_rows_without_keys_keep_their_bits_when_blocks_merge() -> None:
+    """Half of the rows of every tile see nothing in the second block."""
+    shape = Shape(B=1, S=32, H=1, H_kv=1, D=16)
+    inputs = make_inputs(shape, torch.float32)
+    end = torch.arange(32, dtype=torch.int32)
+    start = torch.where(end % 2 == 0, end, torch.clamp(end - 2, min=0))
+    start = torch.cummax(start, 0).values.int()
+    second = ArrayIntervals(start, end, 32, 32)
+    inputs = Inputs(*(x.to(DEVICE) for x in inputs))
+    once = Run(TritonKernel(), 0.3).forward(inputs, [(slice(None), full(shape))])
+    twice = Run(TritonKernel(), 0.3).forward(inputs, [(slice(None), full(shape)), (slice(None), second)])
+    empty = start == end
+    assert empty.any() and not empty.all()
+    assert torch.equal(once["out"].cpu()[:, empty], twice["out"].cpu()[:, empty])
+    assert torch.equal(once["lse"].cpu()[..., empty], twice["lse"].cpu()[..., empty])
+    assert not torch.equal(once["lse"].cpu()[..., ~empty], twice["lse"].cpu()[..., ~empty])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_any_strides_give_the_same_bits(kernel: Kernel) -> None:
+    """Heads before rows, the last dim not innermost, and dims of stride 0."""
+    shape = Shape(B=2, S=9, H=2, H_kv=1, D=16, D_v=24)
+    q, k, v, do = make_inputs(shape, torch.bfloat16)
+    strided = Inputs(
+        q[:1].transpose(1, 2).contiguous().transpose(1, 2).expand_as(q),
+        k.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
+        v[:, :1].expand_as(v),
+        do[..., :1].expand_as(do),
+    )
+    blocks: list[Block] = [(slice(None), causal(shape))]
+    expected = Run(kernel, 0.3)(Inputs(*(x.contiguous() for x in strided)), blocks)
+    assert not any(x.is_contiguous() for x in strided)
+    for ours, same in zip(Run(kernel, 0.3)(strided, blocks), expected, strict=True):
+        assert torch.equal(ours, same)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    shape = Shape(B=1, S=8, H=2, H_kv=2, D=16)
+    inputs = make_inputs(shape, torch.float32)
+    inputs = inputs._replace(q=inputs.q * 1e3, k=inputs.k * 1e3)
+    blocks: list[Block] = [
+        (slice(0, 4), BandIntervals(0, UNBOUNDED, 8, 4)),
+        (slice(4, 8), BandIntervals(4, UNBOUNDED, 8, 4)),
+    ]
+    actual = Run(TritonKernel(), 0.5)(inputs, blocks)
+    assert all(x.isfinite().all() for x in actual)
+
+
+@pytest.mark.parametrize("size", [1, 127, 129, 128**2 + 1, 50000])
+def test_search_in_bounds_of_any_length(size: int) -> None:
+    """Lengths below and above one, two and three levels of a search by 128."""
+    generator = torch.Generator().manual_seed(size)
+    bound = torch.randint(0, size, (size,), generator=generator).sort().values.int().to(DEVICE)
+    for limit in (-1, 0, size // 3, int(bound[size // 2]), size):
+        count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        count_kernel[(1,)](bound, count, size, limit)
+        assert int(count) == int((bound <= limit).sum()), limit
+
+
+@triton.jit
+def count_kernel(bound_ptr, count_ptr, size, limit):
+    tl.store(count_ptr, count_at_most(bound_ptr, size, limit))
+
+
+@pytest.mark.parametrize(
+    "schedule", ["naive", "descending", "shortest_first", "longest_first", "halves", "split_shift"]
+)
+def test_every_linear_schedule_of_the_five_product_backward(schedule: str) -> None:
+    """Also on one worker, and with the query heads of a group in registers."""
+    shape = Shape(B=1, S=45, H=2, H_kv=1, D=16, S_k=40) if INTERPRETED else Shape(2, 900, 4, 2, 64, S_k=1100)
+    kernel = TritonDashKernel(workers=1 if INTERPRETED else 33, schedule=schedule)
+    check(kernel, make_inputs(shape, torch.bfloat16), [(slice(None), causal(shape))])
+
+
+def test_two_loop_backward_splits_a_group_when_programs_are_few() -> None:
+    assert group_parts(8, 1) == 8 and group_parts(8, 64) == 2 and group_parts(8, 128) == 1
+    assert group_parts(6, 50) == 3 and group_parts(1, 1) == 1
+    assert all(8 % group_parts(8, tasks) == 0 for tasks in range(1, 200))
+
+
+def test_tilings_exist_for_all_sizes_types_and_gpus() -> None:
+    for which in ("forward", "dkdv", "dq", "dash"):
+        for capability in (None, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
+            for dtype in (torch.float16, torch.bfloat16, torch.float32):
+                for dim in range(1, 257):
+                    width = padded(dim)
+                    assert width >= max(dim, 16) and width & (width - 1) == 0
+                    tiles = tiling(which, width, dtype, capability)
+                    assert min(tiles.q_tile, tiles.kv_tile) >= 16
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_what_is_not_served_is_refused_by_name(kernel: Kernel) -> None:
+    shape = Shape(B=1, S=4, H=2, H_kv=1, D=16)
+
+    def forward(inputs: Inputs, scale: float = 1.0) -> None:
+        q, k, v, _ = (x.to(DEVICE) for x in inputs)
+        kernel.forward(q, k, v, {}, full(shape), softmax_scale=scale, first=True)
+
+    with pytest.raises(ValueError, match=r"q is torch\.float64; kernel 'triton.* choose kernel='reference'"):
+        forward(make_inputs(shape))
+    with pytest.raises(ValueError, match="v have head size 264"):
+        forward(make_inputs(Shape(B=1, S=4, H=2, H_kv=1, D=16, D_v=264), torch.float16))
+    with pytest.raises(ValueError, match=r"softmax_scale is -1\.0"):
+        forward(make_inputs(shape, torch.float16), -1.0)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter takes any device")
+def test_cpu_tensors_are_refused_without_the_interpreter() -> None:
+    shape = Shape(B=1, S=4, H=2, H_kv=1, D=16)
+    q, k, v, _ = make_inputs(shape, torch.float16)
+    with pytest.raises(ValueError, match="q is on cpu; kernel 'triton' runs on CUDA devices"):
+        TritonKernel().forward(q, k, v, {}, full(shape), softmax_scale=1.0, first=True)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter runs one program after the other")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rule", [full, causal, window], ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("D", [64, 128])
+def test_bits_repeat_for_every_number_of_workers(dtype: torch.dtype, rule, D: int) -> None:
+    shape = Shape(B=2, S=1500, H=8, H_kv=2, D=D, S_k=1700)
+    inputs = make_inputs(shape, dtype)
+    blocks: list[Block] = [(slice(None), rule(shape))]
+    for kernels in ([TritonKernel()] * 10, [TritonDashKernel(workers=w) for w in (None, 1, 33, 66, 116) * 4]):
+        expected = Run(kernels[0], 0.1)(inputs, blocks)
+        for kernel in kernels[1:]:
+            for ours, same in zip(Run(kernel, 0.1)(inputs, blocks), expected, strict=True):
+                assert torch.equal(ours, same), kernel
