@@ -30,15 +30,15 @@ class Agreement:
 
     Args:
         store: key-value store shared by the ranks of this mesh alone.
-        rank: place of this rank in the mesh.
-        size: ranks of the mesh.
+        rank: this rank.
+        ranks: all ranks of the mesh, itself included, by the names that messages give them.
         timeout: seconds to wait for the other ranks.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout: float) -> None:
         self._store = store
         self._rank = rank
-        self._size = size
+        self._ranks = sorted(ranks)
         self._timeout = timeout
         self._round = 0
         self._calls = 0
@@ -57,16 +57,16 @@ class Agreement:
         """
         self._calls += 1
         signature = json.dumps([action, dict(statement)])
-        foreseen = error is None and self._next.get(self._last) == signature
+        expected = self._next.get(self._last)
         self._next[self._last] = signature
         self._next.move_to_end(self._last)
         if len(self._next) > _REMEMBERED:
             self._next.popitem(last=False)
         self._last = signature
         self._statement = {"call": f"{action}, call {self._calls} of this mesh", **statement}
-        if not foreseen:
+        if error is not None or signature != expected:
             try:
-                self._check(error)
+                self._check(error, expected)
             except Exception:
                 # All ranks come by here: they forget what they did differently, or some would foresee the
                 # next call and others not.
@@ -77,10 +77,7 @@ class Agreement:
     def blame(self) -> str | None:
         """After a failed transfer: who is not doing what this rank does, if the store tells."""
         try:
-            waiting = [
-                rank for rank in range(self._size) if self._store.check([self._key(self._round, rank)])
-            ]
-            found = {rank: self._read(self._round, rank) for rank in waiting}
+            found = {rank: self._read(self._round, rank) for rank in self._present(self._round)}
         except RuntimeError:  # the store went away with its host: nothing more to say
             return None
         if not found:
@@ -89,8 +86,7 @@ class Agreement:
             if error is not None:
                 return f"rank {rank}: {error[1]}"
         statements = {rank: statement for rank, (statement, _) in found.items()}
-        others = [rank for rank in range(self._size) if rank not in found]
-        statements.update({rank: self._statement for rank in others})
+        statements.update({rank: self._statement for rank in self._ranks if rank not in found})
         return _difference(statements)
 
     def _key(self, number: int, rank: int) -> str:
@@ -100,36 +96,52 @@ class Agreement:
         statement, error = json.loads(self._store.get(self._key(number, rank)))
         return statement, error
 
-    def _check(self, error: Exception | None) -> None:
+    def _present(self, number: int) -> list[int]:
+        return [rank for rank in self._ranks if self._store.check([self._key(number, rank)])]
+
+    def _check(self, error: Exception | None, expected: str | None) -> None:
         number, self._round = self._round, self._round + 1
         told = None if error is None else (type(error).__name__, str(error))
         self._store.set(self._key(number, self._rank), json.dumps([self._statement, told]))
         if error is not None:
             raise error
-        keys = [self._key(number, rank) for rank in range(self._size)]
+        keys = [self._key(number, rank) for rank in self._ranks]
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout))
         except RuntimeError as failure:
-            raise RankMismatchError(self._absent(number)) from failure
-        answers = [json.loads(answer) for answer in self._store.multi_get(keys)]
+            raise RankMismatchError(self._absent(number, expected)) from failure
+        answers = dict(zip(self._ranks, map(json.loads, self._store.multi_get(keys)), strict=True))
         # Everybody has now read round number - 1: this rank's entry in it is not needed any more.
         if number > 0:
             self._store.delete_key(self._key(number - 1, self._rank))
-        for rank, (_, theirs) in enumerate(answers):
+        for rank, (_, theirs) in answers.items():
             if theirs is not None:
                 kind = NotImplementedError if theirs[0] == "NotImplementedError" else ValueError
                 raise kind(f"rank {rank}: {theirs[1]}")
-        if any(statement != self._statement for statement, _ in answers):
-            raise RankMismatchError(_difference({rank: answer[0] for rank, answer in enumerate(answers)}))
+        statements = {rank: statement for rank, (statement, _) in answers.items()}
+        if any(statement != self._statement for statement in statements.values()):
+            raise RankMismatchError(_difference(statements))
 
-    def _absent(self, number: int) -> str:
-        present = [rank for rank in range(self._size) if self._store.check([self._key(number, rank)])]
-        absent = [rank for rank in range(self._size) if rank not in present]
-        return (
+    def _absent(self, number: int, expected: str | None) -> str:
+        present = self._present(number)
+        absent = [rank for rank in self._ranks if rank not in present]
+        text = (
             f"{self._statement['call']}: {_ranks(absent)} did not come to it within {self._timeout:g} s, "
-            f"only {_ranks(present)} did. Either they have died or stalled, or they go on with other "
-            f"arguments than here: "
-            + ", ".join(f"{name} is {value}" for name, value in self._statement.items() if name != "call")
+            f"only {_ranks(present)} did. Either they have died or stalled, or "
+        )
+        here = {name: value for name, value in self._statement.items() if name != "call"}
+        if expected is None:
+            told = ", ".join(f"{name} is {value}" for name, value in here.items())
+            return f"{text}they go on with other arguments than here: {told}"
+        action, usual = json.loads(expected)
+        changes = [
+            f"{name} is {value} here and was {usual.get(name, 'absent')}"
+            for name, value in here.items()
+            if value != usual.get(name)
+        ]
+        return (
+            f"{text}{_ranks(present)} left the pattern of calls, after which {action} was next: "
+            f"{'; '.join(changes) or 'another call'}"
         )
 
 

@@ -81,9 +81,7 @@ def mesh_attention(
     options = _Options(
         causal, softmax_scale, window_size, softcap, deterministic, return_lse, reduce_dtype, kernel
     )
-    result: Tensor | tuple[Tensor, Tensor]
-    result = _attend("mesh_attention", q, k, v, seq, kv_seq, options, None)
-    return result
+    return _outside_graphs("mesh_attention", q, k, v, seq, kv_seq, options)
 
 
 def ring_attention(
@@ -110,9 +108,17 @@ def ring_attention(
     options = _Options(
         causal, softmax_scale, window_size, softcap, deterministic, return_lse, reduce_dtype, kernel
     )
-    result: Tensor | tuple[Tensor, Tensor]
-    result = _attend("ring_attention", q, k, v, seq, kv_seq, options, Tile(1, seq.mesh.size))
-    return result
+    return _outside_graphs("ring_attention", q, k, v, seq, kv_seq, options)
+
+
+def _outside_graphs(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """torch.compile leaves its graph here and comes back after the call: exchanges cannot be traced."""
+    if torch.compiler.is_compiling():
+        from meshattn.graph_break import attend as untraced
+
+        result: Tensor | tuple[Tensor, Tensor] = untraced(*arguments)
+        return result
+    return attend(*arguments)
 
 
 @dataclass(frozen=True)
@@ -130,9 +136,7 @@ class _Options:
         return {name: str(value) for name, value in vars(self).items()}
 
 
-# torch.compile leaves the graph here and comes back after the call: exchanges cannot be traced.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend(
+def attend(
     name: str,
     q: Tensor,
     k: Tensor,
@@ -140,25 +144,31 @@ def _attend(
     seq: ShardedSequence,
     kv_seq: ShardedSequence | None,
     options: _Options,
-    tile: Tile | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    q, k, v = _autocast(q, k, v)
+    """One checked call of the public function `name`."""
+    if not isinstance(seq, ShardedSequence):
+        raise ValueError(f"seq is a {type(seq).__name__}: pass what mesh.sequence(seq_len) returns")
     mesh = seq.mesh
     error: Exception | None = None
     try:
         _check_options(kv_seq, options)
+        q, k, v = _autocast(q, k, v)
         _check_tensors(q, k, v, seq)
         local = _check_kernel(options, q)
     except (ValueError, NotImplementedError) as failure:
         error = failure
     mesh.agreement.enter(name, _statement(q, k, v, seq, options), error)
-    call = _plan(mesh, seq, q, k, v, options, local, tile)
+    ring = Tile(1, mesh.size) if name == "ring_attention" else None
+    call = _plan(mesh, seq, q, k, v, options, local, ring)
     out, lse = _Attention.apply(q, k, v, mesh, call)  # type: ignore[no-untyped-call]
     return (out, lse) if options.return_lse else out
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast all three get its type, as PyTorch's own attention does."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
     if q.dtype == torch.float64 or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     kind = torch.get_autocast_dtype(q.device.type)
@@ -168,7 +178,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _check_options(kv_seq: ShardedSequence | None, options: _Options) -> None:
     if kv_seq is not None:
         raise NotImplementedError("kv_seq: attention to another sequence is not implemented yet")
-    if tuple(options.window_size) != (-1, -1):
+    if options.window_size not in ((-1, -1), [-1, -1]):
         raise NotImplementedError(
             f"window_size={options.window_size}: sliding windows are not implemented yet; use (-1, -1)"
         )
@@ -243,12 +253,15 @@ def _check_kernel(options: _Options, q: Tensor) -> AttentionKernel:
 
 def _statement(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence, options: _Options) -> dict[str, str]:
     """What must be the same on all ranks."""
-    tensors = {
-        name: f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
-        + (" with grad" if tensor.requires_grad and torch.is_grad_enabled() else "")
-        for name, tensor in (("q", q), ("k", k), ("v", v))
-    }
+    tensors = {name: _words(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
     return {"sequence": repr(seq), **tensors, **options.words()}
+
+
+def _words(tensor: object) -> str:
+    if not isinstance(tensor, Tensor):
+        return f"a {type(tensor).__name__}"
+    grad = " with grad" if tensor.requires_grad and torch.is_grad_enabled() else ""
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}{grad}"
 
 
 def _plan(

@@ -15,7 +15,7 @@ from meshattn.layouts import LayoutKind
 from meshattn.plan.assignment import Assignment, Tile
 from meshattn.plan.cost import CallShape, choose_tile
 from meshattn.transport.base import TrafficRecord, TransportError
-from meshattn.transport.connect import Connection, Group, connect
+from meshattn.transport.connect import Connection, Group, check_transport, connect
 
 if TYPE_CHECKING:
     from meshattn.sequence import ShardedSequence
@@ -54,17 +54,23 @@ def init_attention_mesh(
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if seconds <= 0:
         raise ValueError(f"timeout is {seconds:g} s: it must be positive")
-    connection = connect(group, transport, seconds)
-    agreement = Agreement(connection.store, connection.rank, connection.size, seconds)
+    connection = connect(group, seconds)
+    agreement = Agreement(connection.store, connection.name, connection.names, seconds)
     chosen: Tile | None = None
     error: Exception | None = None
     try:
+        check_transport(transport, group)
         chosen = _tile(tile, connection.size)
         if heads != 1:
             raise NotImplementedError(f"heads={heads}: the head axis is not implemented yet; use heads=1")
     except (ValueError, NotImplementedError) as failure:
         error = failure
-    stated = {"tile": str(chosen or "auto"), "heads": str(heads), "transport": connection.transport.name}
+    stated = {
+        "ranks": str(list(connection.names)),
+        "tile": str(chosen or "auto"),
+        "heads": str(heads),
+        "transport": connection.transport.name,
+    }
     agreement.enter("init_attention_mesh", stated, error)
     return AttentionMesh(connection, agreement, chosen)
 

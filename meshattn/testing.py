@@ -88,19 +88,20 @@ def _run_threads(ranks: int, fn: Callable[[SimulatedGroup], Any], timeout: float
 
 
 def _run_processes(ranks: int, fn: Callable[[Any], Any], timeout: float) -> list[Any]:
-    # The parent hosts the store, so that it outlives every rank.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for rank in range(ranks):
-        mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_child, args=(theirs, store.port, rank, ranks, fn, timeout), daemon=True
-        )
+        mine, theirs = context.Pipe()
+        process = context.Process(target=_child, args=(theirs, rank, ranks, fn, timeout), daemon=True)
         process.start()
         theirs.close()
         pipes.append(mine)
         processes.append(process)
+    # The parent hosts the store, so that it outlives every rank; but only now, because a fork beside the busy
+    # threads of a store may copy a lock that nobody will ever open.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for pipe in pipes:
+        pipe.send(store.port)
     results = _collect(pipes, timeout)
     for process in processes:
         process.join(1.0)
@@ -128,15 +129,13 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
     return results
 
 
-def _child(
-    pipe: Connection, port: int, rank: int, ranks: int, fn: Callable[[Any], Any], timeout: float
-) -> None:
+def _child(pipe: Connection, rank: int, ranks: int, fn: Callable[[Any], Any], timeout: float) -> None:
     torch.set_num_threads(1)  # before anything else: OpenMP's threads did not survive the fork
     # All ranks are on this machine, whose own name need not lead to an address.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     result: Any
     try:
-        store, patience = TCPStore("127.0.0.1", port, is_master=False), timedelta(seconds=timeout)
+        store, patience = TCPStore("127.0.0.1", pipe.recv(), is_master=False), timedelta(seconds=timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
         # A rank that has nothing to do must not be gone before the slowest has connected to it.
         store.set(f"connected/{rank}", "")

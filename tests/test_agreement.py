@@ -180,7 +180,7 @@ class CountingStore(HashStore):
 def _checks(pattern: list[str], periods: int) -> list[int]:
     """Checks in each period of a pattern of calls, on a single rank."""
     store = CountingStore()
-    agreement = Agreement(store, 0, 1, 5.0)
+    agreement = Agreement(store, 0, [0], 5.0)
     counts = []
     for _ in range(periods):
         before = store.writes
@@ -203,7 +203,7 @@ def test_patterns_of_calls_are_checked_once(pattern: str) -> None:
 
 def test_a_check_leaves_few_keys_behind() -> None:
     store = HashStore()
-    agreement = Agreement(store, 0, 1, 5.0)
+    agreement = Agreement(store, 0, [0], 5.0)
     for number in range(50):
         agreement.enter("call", {"number": str(number)})
     assert store.num_keys() <= 3

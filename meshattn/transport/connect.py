@@ -33,27 +33,39 @@ class Connection:
     store: Store
     reason: str  # why this transport
 
+    @property
+    def name(self) -> int:
+        """Global rank of this rank."""
+        return self.names[self.rank]
 
-def connect(group: Group | None, transport: str, timeout: float) -> Connection:
-    """Open a connection of its own between the ranks of `group`. Collective, and inside that group only."""
+
+def check_transport(transport: str, group: Group | None) -> None:
+    """ValueError for an unknown transport and for one that cannot serve this kind of group."""
     if transport not in TRANSPORTS:
         raise ValueError(f"transport={transport!r} is unknown: choose one of {', '.join(TRANSPORTS)}")
-    if isinstance(group, SimulatedGroup):
-        return _simulated(group, transport, timeout)
-    if transport == "threads":
+    simulated = isinstance(group, SimulatedGroup)
+    if transport == "threads" and not simulated:
         raise ValueError(
             "transport='threads' needs a simulated group (meshattn.testing.run_ranks); "
             "for a process group use 'p2p'"
         )
+    if transport == "p2p" and simulated:
+        raise ValueError("transport='p2p' needs a process group; a simulated group has transport='threads'")
+
+
+def connect(group: Group | None, timeout: float) -> Connection:
+    """Open a connection of its own between the ranks of `group`. Collective, and inside that group only."""
+    if isinstance(group, SimulatedGroup):
+        return _simulated(group, timeout)
     ranks = _global_ranks(group)
     data = _new_group(tuple(sorted(ranks)), timedelta(seconds=timeout))
     return Connection(
         rank=ranks.index(dist.get_rank()),
         size=len(ranks),
         names=ranks,
-        transport=P2PTransport(data, [dist.get_group_rank(data, rank) for rank in ranks]),
+        transport=P2PTransport(data, [dist.get_group_rank(data, rank) for rank in ranks], ranks),
         store=PrefixStore("meshattn", c10d._get_process_group_store(data)),
-        reason="the only transport between processes so far" if transport == "auto" else "asked for",
+        reason="the only one between processes so far",
     )
 
 
@@ -71,24 +83,27 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
     world, everybody = c10d._world, dist.group.WORLD
     assert everybody is not None
     backend, store = world.pg_map[everybody]
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
-        dist.Backend(backend),
-        store,
-        f"meshattn/{title}",  # type: ignore[arg-type]
-        timeout=timeout,
-        group_desc="meshattn",
-    )
+    # With a device bound to the default group, PyTorch would split its communicator, which takes all ranks.
+    device, everybody.bound_device_id = everybody.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(backend),
+            store,
+            f"meshattn/{title}",  # type: ignore[arg-type]
+            timeout=timeout,
+            group_desc="meshattn",
+        )
+    finally:
+        everybody.bound_device_id = device
     assert isinstance(group, dist.ProcessGroup)
     world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
 
 
-def _simulated(group: SimulatedGroup, transport: str, timeout: float) -> Connection:
-    if transport == "p2p":
-        raise ValueError("transport='p2p' needs a process group; a simulated group has transport='threads'")
+def _simulated(group: SimulatedGroup, timeout: float) -> Connection:
     opened = group.next_connection()
     return Connection(
         rank=group.rank,

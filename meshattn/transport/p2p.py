@@ -16,8 +16,8 @@ _TAGS = (
 
 
 class _P2PHandle:
-    def __init__(self, message: Message, works: Sequence[dist.Work], buffers: tuple[Tensor, Tensor]) -> None:
-        self._message = message
+    def __init__(self, where: str, works: Sequence[dist.Work], buffers: tuple[Tensor, Tensor]) -> None:
+        self._where = where
         self._works = works
         self._buffers = buffers  # kept alive until both halves are done
 
@@ -26,16 +26,16 @@ class _P2PHandle:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _failed(self._message, error) from error
+                raise _failed(self._where, error) from error
 
     def release(self) -> None:
         pass
 
 
-def _failed(message: Message, error: Exception) -> TransportError:
+def _failed(where: str, error: Exception) -> TransportError:
     return TransportError(
-        f"{message.label}: the exchange to rank {message.to} and from rank {message.source} failed; a peer "
-        f"has died, stalled past the timeout, or failed itself ({str(error).strip().splitlines()[0]})"
+        f"{where} failed; a peer has died, stalled past the timeout, or failed itself "
+        f"({str(error).strip().splitlines()[0]})"
     )
 
 
@@ -45,20 +45,26 @@ class P2PTransport(Transport):
     Args:
         group: the process group that carries the data.
         members: its group ranks in mesh order.
+        names: the global ranks in mesh order, for messages.
     """
 
     name = "p2p"
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], names: Sequence[int]) -> None:
         super().__init__()
         self._group = group
         self._members = tuple(members)
+        self._names = tuple(names)
         self._count = 0
 
     def _exchange(self, message: Message, send: Tensor, recv: Tensor) -> _P2PHandle:
         tag = self._count % _TAGS
         self._count += 1
         to, source = self._members[message.to], self._members[message.source]
+        where = (
+            f"{message.label}: the exchange to rank {self._names[message.to]} and from rank "
+            f"{self._names[message.source]}"
+        )
         try:
             works = dist.batch_isend_irecv(
                 [
@@ -67,8 +73,8 @@ class P2PTransport(Transport):
                 ]
             )
         except RuntimeError as error:
-            raise _failed(message, error) from error
-        return _P2PHandle(message, works, (send, recv))
+            raise _failed(where, error) from error
+        return _P2PHandle(where, works, (send, recv))
 
     def all_gather(self, tensor: Tensor) -> Sequence[Tensor]:
         tensor = tensor.detach().contiguous()
