@@ -21,7 +21,7 @@ from torch import Tensor
 
 # A file with a zero byte near its start is no text: archives, pictures, caches.
 PROBE = 4096
-# Folders of the standard library that hold what was installed or made on this machine.
+# Folders of the standard library that differ between installations of one Python version.
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
 
 

@@ -178,7 +178,7 @@ def main() -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
     # One kind of device for all runs: their losses are to be compared.
     device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= RANKS else "cpu"
-    shape = ["--dim", "64", "--layers", "2", "--heads", "2", "--lr", "1e-2", "--warmup", "4"]
+    shape = ["--dim", "96", "--layers", "2", "--heads", "2", "--lr", "5e-3", "--warmup", "4", "--seed", "1"]
     sizes = ["--seq-len", str(chosen.seq_len), "--batch-size", str(chosen.batch_size), "--device", device]
     trained = [*shape, *sizes, "--steps", str(chosen.steps)]
 
