@@ -78,20 +78,27 @@ class Memory:
 
 @aggregate
 class Gradients:
-    """dk [B, C_k, H_kv, D] and dv [B, C_k, H_kv, D_v], fp32 and contiguous, their sizes and their turn counters."""
+    """dk [B, C_k, H_kv, D] and dv [B, C_k, H_kv, D_v], fp32 and contiguous, with the parts of tiles that
+    several tasks share, their turn counters, and sizes."""
 
     dk: gl.tensor
     dv: gl.tensor
+    dk_parts: gl.tensor
+    dv_parts: gl.tensor
     counters: gl.tensor
     mailbox: gl.tensor
     keys: gl.tensor
     kv_heads: gl.tensor
+    all_kv_heads: gl.tensor
     num_tiles: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, dk, dv, counters, mailbox, keys, kv_heads, num_tiles):
-        self.dk, self.dv, self.counters, self.mailbox = dk, dv, counters, mailbox
-        self.keys, self.kv_heads, self.num_tiles = keys, kv_heads, num_tiles
+    def __init__(
+        self, dk, dv, dk_parts, dv_parts, counters, mailbox, keys, kv_heads, all_kv_heads, num_tiles
+    ):
+        self.dk, self.dv, self.dk_parts, self.dv_parts = dk, dv, dk_parts, dv_parts
+        self.counters, self.mailbox = counters, mailbox
+        self.keys, self.kv_heads, self.all_kv_heads, self.num_tiles = keys, kv_heads, all_kv_heads, num_tiles
 
 
 @gluon.jit
@@ -153,16 +160,16 @@ def load_partition(
 
 @gluon.jit(
     do_not_specialize=[
-        "lo", "hi", "n_q", "n_k", "heads", "kv_heads", "num_keys", "num_q_tiles", "num_kv_tiles", "num_rows", "scale",
+        "lo", "hi", "n_q", "n_k", "heads", "kv_heads", "all_kv_heads", "num_keys", "num_q_tiles", "num_kv_tiles", "num_rows", "scale",
     ],
     do_not_specialize_on_alignment=[
         "start_ptr", "end_ptr", "counters", "dkv_counters", "mailbox", "worker_start", "tasks", "steps",
     ],
 )  # fmt: skip
 def backward_kernel(
-    q_desc, do_desc, k_desc, v_desc, dq_desc, init_desc, dk_ptr, dv_ptr, start_ptr, end_ptr,
+    q_desc, do_desc, k_desc, v_desc, dq_desc, init_desc, dk_ptr, dv_ptr, dk_parts, dv_parts, start_ptr, end_ptr,
     counters, dkv_counters, mailbox, worker_start, tasks, steps,
-    lo, hi, n_q, n_k, heads, kv_heads, num_keys, num_q_tiles, num_kv_tiles, num_rows, scale,
+    lo, hi, n_q, n_k, heads, kv_heads, all_kv_heads, num_keys, num_q_tiles, num_kv_tiles, num_rows, scale,
     Q_TILE: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, Q_HALVES: gl.constexpr,
     MASK: gl.constexpr, FIRST_DQ: gl.constexpr, FIRST_DKV: gl.constexpr, GROUPED: gl.constexpr,
@@ -187,7 +194,18 @@ def backward_kernel(
         new_barriers(1, 1).index(0), new_barriers(1, 1).index(0),
     )  # fmt: skip
     rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
-    gradients = Gradients(dk_ptr, dv_ptr, dkv_counters, mailbox, num_keys, kv_heads, num_kv_tiles)
+    gradients = Gradients(
+        dk_ptr,
+        dv_ptr,
+        dk_parts,
+        dv_parts,
+        dkv_counters,
+        mailbox,
+        num_keys,
+        kv_heads,
+        all_kv_heads,
+        num_kv_tiles,
+    )
     fence_async_shared()
     gl.warp_specialize([
         (math_partition, (gradients, worker_start, tasks, steps, rows, scale, memory,

@@ -14,13 +14,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from meshattn_kernels.hopper.masks import FULL, common_keys, row_bounds
+from meshattn_kernels.hopper.masks import FULL, common_keys, row_ends, row_starts
 from meshattn_kernels.hopper.ordered_add import count_thread, dq_shared_layout, segment_of, wait_for_count
 from meshattn_kernels.hopper.shim import LOG2E, reinterpret
 
 MATH_THREADS = gl.constexpr(256)
 LOAD = gl.constexpr(1)
 STORE = gl.constexpr(2)
+ALONE = gl.constexpr(0)
+IN_TURN = gl.constexpr(1)
+PARTS = gl.constexpr(2)
+"""Values of SHARED: who stores a tile of dk, dv."""
 
 
 @gluon.constexpr_function
@@ -53,11 +57,10 @@ def probabilities(
     probs = gl.exp2(scores * exp2_scale)
     if MASK != FULL:
         if (first_key < common_start) | (first_key + KV_TILE > common_end):
-            start, end = row_bounds(
-                rows, first_row + gl.arange(0, Q_ROWS, layout=gl.SliceLayout(0, LAYOUT)), MASK
-            )
+            row = first_row + gl.arange(0, Q_ROWS, layout=gl.SliceLayout(0, LAYOUT))
             key = first_key + gl.arange(0, KV_TILE, layout=gl.SliceLayout(1, LAYOUT))
-            visible = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
+            start = row_starts(rows, row, MASK)[None, :]
+            visible = (key[:, None] >= start) & (key[:, None] < row_ends(rows, row, MASK)[None, :])
             probs = gl.where(visible, probs, 0.0)  # also where the score of a hidden key overflowed
     return probs
 
@@ -170,50 +173,91 @@ def step_halves(
 
 
 @gluon.jit
-def add_rows(
-    pointer, tile, kv_head, first_key, num_keys, kv_heads, HEAD_DIM: gl.constexpr, FIRST: gl.constexpr
-):
+def add_rows(gradients, pointer, tile, kv_head, kv_tile, HEAD_DIM: gl.constexpr, FIRST: gl.constexpr):
     """Store or add a tile of dk or dv, fp32 [KV_TILE, columns], into the accumulator [B, C_k, H_kv, HEAD_DIM]."""
     LAYOUT: gl.constexpr = tile.type.layout
+    kv_heads = gradients.kv_heads
     batch = kv_head // kv_heads
+    first_key = kv_tile * tile.shape[0]
     row = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    corner = (batch.to(gl.int64) * num_keys + first_key) * kv_heads + (kv_head - batch * kv_heads)
+    corner = (batch.to(gl.int64) * gradients.keys + first_key) * kv_heads + (kv_head - batch * kv_heads)
     at = pointer + corner * HEAD_DIM + ((row * (kv_heads * HEAD_DIM))[:, None] + column[None, :])
-    mask = (first_key + row < num_keys)[:, None] & (column < HEAD_DIM)[None, :]
+    mask = (first_key + row < gradients.keys)[:, None] & (column < HEAD_DIM)[None, :]
     if not FIRST:
         tile += gl.load(at, mask=mask, other=0.0)
     gl.store(at, tile, mask=mask)
 
 
 @gluon.jit
+def store_part(pointer, tile, number, HEAD_DIM: gl.constexpr):
+    """Store a tile as number ``number`` of the parts that ``prepare.add_parts_kernel`` sums."""
+    LAYOUT: gl.constexpr = tile.type.layout
+    KV_TILE: gl.constexpr = tile.shape[0]
+    row = gl.arange(0, KV_TILE, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    at = pointer + number.to(gl.int64) * (KV_TILE * HEAD_DIM) + (row * HEAD_DIM)[:, None] + column[None, :]
+    gl.store(at, tile, mask=(column < HEAD_DIM)[None, :].broadcast_to(tile.shape))
+
+
+@gluon.jit
 def add_dkv(
-    gradients, dk, dv, kv_head, kv_tile, turn, num_kv_tiles,
+    gradients, dk, dv, kv_head, kv_tile, turn,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Dispose of dk, dv of a tile of keys. SHARED: tiles may belong to several tasks, which take turns."""
-    first_key = kv_tile * dk.shape[0]
-    num_keys = gradients.keys
-    kv_heads = gradients.kv_heads
-    if SHARED:
-        counter = gradients.counters + kv_head * num_kv_tiles + kv_tile
-        if turn > 0:
-            wait_for_count(counter, turn * MATH_THREADS, gradients.mailbox)
-        if FIRST:
-            if turn <= 0:
-                add_rows(gradients.dv, dv, kv_head, first_key, num_keys, kv_heads, HEAD_DIM_V, True)
-                add_rows(gradients.dk, dk, kv_head, first_key, num_keys, kv_heads, HEAD_DIM, True)
-            else:
-                add_rows(gradients.dv, dv, kv_head, first_key, num_keys, kv_heads, HEAD_DIM_V, False)
-                add_rows(gradients.dk, dk, kv_head, first_key, num_keys, kv_heads, HEAD_DIM, False)
-        else:
-            add_rows(gradients.dv, dv, kv_head, first_key, num_keys, kv_heads, HEAD_DIM_V, False)
-            add_rows(gradients.dk, dk, kv_head, first_key, num_keys, kv_heads, HEAD_DIM, False)
-        if turn >= 0:
-            count_thread(counter)
+    """Dispose of dk, dv of a tile of keys. A tile of several tasks (turn >= 0, only where SHARED) is added in turn, or
+    stored as a part; the order of sums, and so every bit, is the same."""
+    if SHARED == ALONE:
+        add_alone(gradients, dk, dv, kv_head, kv_tile, HEAD_DIM, HEAD_DIM_V, FIRST)
     else:
-        add_rows(gradients.dv, dv, kv_head, first_key, num_keys, kv_heads, HEAD_DIM_V, FIRST)
-        add_rows(gradients.dk, dk, kv_head, first_key, num_keys, kv_heads, HEAD_DIM, FIRST)
+        if turn < 0:
+            add_alone(gradients, dk, dv, kv_head, kv_tile, HEAD_DIM, HEAD_DIM_V, FIRST)
+        else:
+            number = kv_head * gradients.num_tiles + kv_tile
+            if SHARED == PARTS:
+                number += turn * (gradients.all_kv_heads * gradients.num_tiles)
+                store_part(gradients.dv_parts, dv, number, HEAD_DIM_V)
+                store_part(gradients.dk_parts, dk, number, HEAD_DIM)
+            else:
+                counter = gradients.counters + 2 * number
+                if FIRST:
+                    if turn == 0:
+                        add_in_turn(
+                            gradients, dk, dv, counter, 0, kv_head, kv_tile, HEAD_DIM, HEAD_DIM_V, True
+                        )
+                    else:
+                        add_in_turn(
+                            gradients, dk, dv, counter, turn, kv_head, kv_tile, HEAD_DIM, HEAD_DIM_V, False
+                        )
+                else:
+                    add_in_turn(
+                        gradients, dk, dv, counter, turn, kv_head, kv_tile, HEAD_DIM, HEAD_DIM_V, False
+                    )
+
+
+@gluon.jit
+def add_alone(
+    gradients, dk, dv, kv_head, kv_tile, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST: gl.constexpr
+):
+    add_rows(gradients, gradients.dv, dv, kv_head, kv_tile, HEAD_DIM_V, FIRST)
+    add_rows(gradients, gradients.dk, dk, kv_head, kv_tile, HEAD_DIM, FIRST)
+
+
+@gluon.jit
+def add_in_turn(
+    gradients, dk, dv, counter, turn, kv_head, kv_tile,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """Add dk, dv when ``turn`` other tasks have done so. Two counters: the next task adds its dv while this one adds
+    dk. They count threads, so that no barrier is needed."""
+    if not FIRST:
+        wait_for_count(counter, turn * MATH_THREADS, gradients.mailbox)
+    add_rows(gradients, gradients.dv, dv, kv_head, kv_tile, HEAD_DIM_V, FIRST)
+    count_thread(counter)
+    if not FIRST:
+        wait_for_count(counter + 1, turn * MATH_THREADS, gradients.mailbox)
+    add_rows(gradients, gradients.dk, dk, kv_head, kv_tile, HEAD_DIM, FIRST)
+    count_thread(counter + 1)
 
 
 @gluon.jit
@@ -294,24 +338,11 @@ def math_partition(
             dk = warpgroup_mma_wait(0, deps=[dk])  # nothing in flight across the loop edge
             mbarrier.arrive(memory.q_empty.index(stage), count=1)
             step += 1
-        if (
-            not GROUPED or gl.load(tasks + task * 8 + 5) & STORE
-        ):  # loaded again, as all below: registers are dear in the loop
+        # The table is read again: registers are dear in the loop.
+        if not GROUPED or gl.load(tasks + task * 8 + 5) & STORE:
             mbarrier.arrive(memory.kv_empty, count=1)
             tile_number += 1
             kv_head = gl.load(tasks + task * 8 + 1)
             kv_tile = gl.load(tasks + task * 8 + 2)
             turn = gl.load(tasks + task * 8 + 6)
-            add_dkv(
-                gradients,
-                dk,
-                dv,
-                kv_head,
-                kv_tile,
-                turn,
-                gradients.num_tiles,
-                HEAD_DIM,
-                HEAD_DIM_V,
-                FIRST,
-                SHARED,
-            )
+            add_dkv(gradients, dk, dv, kv_head, kv_tile, turn, HEAD_DIM, HEAD_DIM_V, FIRST, SHARED)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from meshattn_kernels.hopper.masks import FULL, Rows, common_keys, row_bounds
+from meshattn_kernels.hopper.masks import FULL, Rows, common_keys, row_ends, row_starts
 from meshattn_kernels.hopper.shim import LN2, LOG2E, aggregate, load_tile, new_barriers, reinterpret
 
 ROWS = gl.constexpr(64)
@@ -66,7 +66,27 @@ class Output:
 
 
 @gluon.jit
-def load_partition(q_desc, k_desc, v_desc, worker_start, tasks, memory):
+def prefetch_out(output, task_row, num_rows, CONSUMERS: gl.constexpr, HEAD_DIM_V: gl.constexpr):
+    """Bring the rows of out that a task will merge into to the L2 cache, 32 lines of 128 bytes at a time."""
+    LINES: gl.constexpr = (HEAD_DIM_V * 4 + 127) // 128
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    head = gl.load(task_row + 1)
+    first_row = gl.load(task_row + 3) * (CONSUMERS * ROWS)
+    first = gl.load(task_row).to(gl.int64) * output.rows
+    for i in range(CONSUMERS * ROWS * LINES // 32):
+        line = i * 32 + gl.arange(0, 32, layout=LAYOUT)
+        row = gl.minimum(first_row + line // LINES, num_rows - 1)
+        at = output.out + ((first + row) * output.heads + head) * HEAD_DIM_V + line % LINES * 32
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def load_partition(
+    q_desc, k_desc, v_desc, output, num_rows, worker_start, tasks, memory,
+    HEAD_DIM_V: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
     CONSUMERS: gl.constexpr = memory.q.shape[0]
     D_TILE: gl.constexpr = memory.q.shape[2]
     DV_TILE: gl.constexpr = memory.v.shape[2]
@@ -75,7 +95,8 @@ def load_partition(q_desc, k_desc, v_desc, worker_start, tasks, memory):
     worker = gl.program_id(0)
     step = 0
     task_number = 0
-    for task in range(gl.load(worker_start + worker), gl.load(worker_start + worker + 1)):
+    last_task = gl.load(worker_start + worker + 1)
+    for task in range(gl.load(worker_start + worker), last_task):
         row = tasks + task * TASK_FIELDS
         batch = gl.load(row)
         head = gl.load(row + 1)
@@ -90,6 +111,9 @@ def load_partition(q_desc, k_desc, v_desc, worker_start, tasks, memory):
                 q_desc, [batch, head, (block * CONSUMERS + c) * ROWS, 0], memory.q_full.index(c),
                 reinterpret(memory.q.index(c), [1, 1, ROWS, D_TILE], q_desc.layout),
             )  # fmt: skip
+        if not FIRST:
+            if task + 1 < last_task:
+                prefetch_out(output, row + TASK_FIELDS, num_rows, CONSUMERS, HEAD_DIM_V)
         for i in range(num_tiles):
             key = (first_tile + num_tiles - 1 - i) * KV_TILE
             stage = step % STAGES
@@ -153,11 +177,10 @@ def online_softmax(
     if MASK != FULL:
         # A branch in ONE loop: separate loops for masked and unmasked tiles spill and are slower.
         if (first_key < common_start) | (first_key + KV_TILE > common_end):
-            start, end = row_bounds(
-                rows, first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), MASK
-            )
+            row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
             key = first_key + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, LAYOUT))
-            visible = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
+            visible = key[None, :] >= row_starts(rows, row, MASK)[:, None]
+            visible = visible & (key[None, :] < row_ends(rows, row, MASK)[:, None])
             # Not a finite value: a row whose tile is all masked would give exp2 of a rounding error of 1e22.
             scores = gl.where(visible, scores, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(scores, 1) * exp2_scale)
@@ -342,12 +365,12 @@ def forward_kernel(
         gl.warp_specialize([
             (consumer_0, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
             (consumer_1, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
-            (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory)),
+            (load_partition, (q_desc, k_desc, v_desc, output, n_q, worker_start, tasks, memory, HEAD_DIM_V, FIRST)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer_0, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
             (consumer_1, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
             (consumer_2, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
-            (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory)),
+            (load_partition, (q_desc, k_desc, v_desc, output, n_q, worker_start, tasks, memory, HEAD_DIM_V, FIRST)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -20,13 +20,14 @@ from meshattn_kernels.contract import AccumulatorKind
 from meshattn_kernels.hopper.backward import backward_kernel
 from meshattn_kernels.hopper.failure import mailbox
 from meshattn_kernels.hopper.forward import forward_kernel
-from meshattn_kernels.hopper.launch import Kernel, Launch, Launches, descriptor, tiles_of, tma_ready
+from meshattn_kernels.hopper.launch import Kept, Kernel, Launch, descriptor, tiles_of, tma_ready
 from meshattn_kernels.hopper.ordered_add import segment_of
 from meshattn_kernels.hopper.plans import (
     BAND,
     CONSUMER_ROWS,
     FULL,
     KV_TILE,
+    PARTS,
     BackwardPlan,
     Call,
     ForwardPlan,
@@ -35,12 +36,18 @@ from meshattn_kernels.hopper.plans import (
     head_tile,
     number_of,
 )
-from meshattn_kernels.hopper.prepare import finish_dkv_kernel, finish_dq_kernel, prepare_kernel
+from meshattn_kernels.hopper.prepare import (
+    add_parts_kernel,
+    finish_dkv_kernel,
+    finish_dq_kernel,
+    prepare_kernel,
+)
 from meshattn_kernels.intervals import BandIntervals, Intervals
 
 PREPARE_BLOCK = 1024
 FINISH_ROWS = 64
 FINISH_BLOCK = 2048
+PART_ROWS = 16
 MAX_HEAD_DIM = 128
 HEAD_DIM_STEP = 16
 STAGES = 2
@@ -50,7 +57,11 @@ _backward = Kernel(backward_kernel, num_warps=8, cooperative=True)
 _prepare = Kernel(prepare_kernel, num_warps=4)
 _finish_dq = Kernel(finish_dq_kernel, num_warps=4)
 _finish_dkv = Kernel(finish_dkv_kernel, num_warps=4)
-_forward_launches, _backward_launches, _finish_launches = Launches(), Launches(), Launches()
+_add_parts = Kernel(add_parts_kernel, num_warps=4)
+_forward_launches: Kept[Launch] = Kept()
+_backward_launches: Kept[Launch] = Kept()
+_finish_launches: Kept[Launch] = Kept()
+_backward_plans: Kept[BackwardPlan] = Kept()
 
 
 @dataclass(frozen=True)
@@ -154,34 +165,33 @@ class HopperKernel:
         first_dkv: bool,
     ) -> None:
         q, k, v, do = _checked(q, softmax_scale), tma_ready(k), tma_ready(v), tma_ready(do)
-        call = self._call(q, k, v, False)
-        plan = backward_plan(intervals, call)
+        device = q.device
+        shapes = (q.shape, k.shape, v.shape, device, _identity_of(intervals), self.workers, self.schedule)
+        plan = _backward_plans.get(shapes)
+        if plan is None:
+            plan = _backward_plans.put(shapes, backward_plan(intervals, self._call(q, k, v, False)))
         if plan.empty:
             if first_dq:
                 self.clear("dq", dq)
             if first_dkv:
                 self.clear("dkv", dkv)
             return
-        first = (first_dq, first_dkv)
-        gradients = tuple(
-            _accumulator(name, acc) for name, acc in (("dq", dq["dq"]), ("dk", dkv["dk"]), ("dv", dkv["dv"]))
-        )
         lse, delta = lse.contiguous(), delta.contiguous()
-        with _on_device(q.device):
-            init = torch.empty(2 * plan.num_rows, dtype=torch.float32, device=q.device)
-            counters = torch.empty(plan.num_counters, dtype=torch.int32, device=q.device)
+        accs = _accumulator("dq", dq["dq"]), _accumulator("dk", dkv["dk"]), _accumulator("dv", dkv["dv"])
+        with _on_device(device):
+            scratch = torch.empty(plan.scratch_size, dtype=torch.float32, device=device)
             if first_dq and (plan.some_unseen or not self.deterministic):
                 dq["dq"].zero_()
             key = (
                 *_identity(q), *_identity(k), *_identity(v), *_identity(do), lse.data_ptr(), delta.data_ptr(),
-                *(x.data_ptr() for x in gradients), init.data_ptr(), counters.data_ptr(), q.dtype, plan.number,
-                softmax_scale, first, self.deterministic,
+                accs[0].data_ptr(), accs[1].data_ptr(), accs[2].data_ptr(), scratch.data_ptr(), q.dtype, plan.number,
+                softmax_scale, first_dq, first_dkv, self.deterministic,
             )  # fmt: skip
             launch = _backward_launches.get(key)
             if launch is None:
                 launch = _bind_backward(
-                    call, plan, (q, k, v, do), (lse, delta, init, counters), gradients, intervals,
-                    float(softmax_scale), first, self.deterministic,
+                    plan, (q, k, v, do), (lse, delta), accs, scratch, intervals,
+                    float(softmax_scale), (first_dq, first_dkv), self.deterministic,
                 )  # fmt: skip
                 _backward_launches.put(key, launch)
             launch()
@@ -232,23 +242,26 @@ def _bind_forward(
 
 
 def _bind_backward(
-    call: Call,
     plan: BackwardPlan,
     inputs: tuple[Tensor, ...],
     rows: tuple[Tensor, ...],
-    gradients: tuple[Tensor, ...],
+    accs: tuple[Tensor, ...],
+    scratch: Tensor,
     intervals: Intervals,
     scale: float,
     first: tuple[bool, bool],
     ordered: bool,
 ) -> Launch:
-    (q, k, v, do), (lse, delta, init, counters), (dq, dk, dv) = inputs, rows, gradients
+    call = plan.call
+    (q, k, v, do), (dq, dk, dv) = inputs, accs
     table, mask, q_tile, n_q, n_k = plan.table, plan.mask, plan.q_tile, intervals.n_q, intervals.n_k
+    init, counters, dk_parts, dv_parts = torch.split(scratch, list(plan.scratch_sizes))
+    counters = counters.view(torch.int32)
     prepare = _prepare.bind(
         call.device,
         -(-max(plan.num_rows, plan.num_counters) // PREPARE_BLOCK),
         (
-            lse, delta, init, counters,
+            *rows, init, counters,
             plan.num_rows, table.query_tiles * q_tile, call.rows_q, n_q, plan.num_counters, scale,
         ),
         {"BLOCK": PREPARE_BLOCK},
@@ -267,23 +280,39 @@ def _bind_backward(
             tiles_of(k, n_k, KV_TILE, d_tile), tiles_of(v, n_k, KV_TILE, dv_tile),
             descriptor(dq, dq_shape, dq_strides, (1, q_tile, d_tile // segment, segment)),
             descriptor(init, (2 * plan.num_rows,), (1,), (q_tile,)),
-            dk, dv, mask.start, mask.end, counters, counters[plan.num_dq_counters :], mailbox(),
+            dk, dv, dk_parts, dv_parts, mask.start, mask.end, counters, counters[plan.num_dq_counters :], mailbox(),
             table.worker_start, table.tasks, table.steps,
-            mask.lo, mask.hi, n_q, n_k, call.heads, call.kv_heads, call.rows_k,
+            mask.lo, mask.hi, n_q, n_k, call.heads, call.kv_heads, table.kv_heads, call.rows_k,
             table.query_tiles, table.kv_tiles, plan.num_rows, scale,
         ),
         {
             "Q_TILE": q_tile, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
             "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "STAGES": STAGES,
             "Q_HALVES": q_tile // 64, "MASK": kind, "FIRST_DQ": first[0], "FIRST_DKV": first[1],
-            "GROUPED": plan.grouped, "SHARED": plan.shared, "ORDERED": ordered,
+            "GROUPED": plan.grouped, "SHARED": plan.sharing, "ORDERED": ordered,
         },
         q.dtype,
     )  # fmt: skip
+    launches = [prepare, main]
+    if plan.sharing == PARTS:
+        launches.append(
+            _add_parts.bind(
+                call.device,
+                table.kv_heads * table.kv_tiles * (KV_TILE // PART_ROWS),
+                (
+                    dk_parts, dv_parts, dk, dv, plan.parts_of_tiles,
+                    call.kv_heads, table.kv_heads, call.rows_k, table.kv_tiles,
+                ),
+                {
+                    "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "D_TILE": d_tile, "DV_TILE": dv_tile,
+                    "KV_TILE": KV_TILE, "ROWS": PART_ROWS, "FIRST": first[1],
+                },
+            )
+        )  # fmt: skip
 
     def launch() -> None:
-        prepare()
-        main()
+        for each in launches:
+            each()
 
     return _keeping(launch, plan)
 
@@ -394,7 +423,15 @@ def _finished_dkv(dk_acc: Tensor, dv_acc: Tensor, dtype: torch.dtype, scale: flo
                 _finish_dkv.bind(
                     dk.device.index,
                     -(-max(sizes) // FINISH_BLOCK),
-                    (dk_acc, dv_acc, dk, dv, *sizes, scale),
+                    (
+                        dk_acc,
+                        dv_acc,
+                        dk,
+                        dv,
+                        sizes[0] // 16,
+                        sizes[1] // 16,
+                        scale,
+                    ),  # head sizes are multiples of 16
                     {"BLOCK": FINISH_BLOCK},
                     dtype,
                 ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import triton
@@ -19,26 +19,27 @@ import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-MAX_LAUNCHES = 1024
+MAX_KEPT = 1024
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 Launch = Callable[[], None]
+T = TypeVar("T")
 
 
-class Launches:
-    """Launches that were made before, by what they were made from; emptied when there are too many."""
+class Kept(Generic[T]):
+    """What was made before, by what it was made from; emptied when there is too much."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Launch] = {}
+        self._known: dict[tuple[Any, ...], T] = {}
 
-    def get(self, key: tuple[Any, ...]) -> Launch | None:
+    def get(self, key: tuple[Any, ...]) -> T | None:
         return self._known.get(key)
 
-    def put(self, key: tuple[Any, ...], launch: Launch) -> Launch:
-        if len(self._known) >= MAX_LAUNCHES:
+    def put(self, key: tuple[Any, ...], made: T) -> T:
+        if len(self._known) >= MAX_KEPT:
             self._known.clear()
-        self._known[key] = launch
-        return launch
+        self._known[key] = made
+        return made
 
 
 @dataclass(frozen=True)
@@ -118,20 +119,19 @@ def _bound(compiled: Any, device: int, grid: int, args: Sequence[Any], constants
     def plain() -> None:
         ordinary(*numbers, *constants)
 
+    runtime: Any = triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
     direct = _direct_launcher(compiled)
-    if direct is None:
+    if direct is None or not all(hasattr(hook, "calls") for hook in hooks):
         return plain
-    flat = _flattened(compiled, args)
+    before, after = hooks
     run = compiled.run
     front = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
-    rest = (*front, compiled.packed_metadata, None, None, None, *flat, *constants)
-    runtime: Any = triton.knobs.runtime
+    rest = (*front, compiled.packed_metadata, None, None, None, *_flattened(compiled, args), *constants)
     current_stream: Any = triton.runtime.driver.active.get_current_stream
 
     def fast() -> None:
-        if (
-            runtime.launch_enter_hook is not None or runtime.launch_exit_hook is not None
-        ):  # a profiler looks on
+        if before.calls or after.calls:  # a profiler looks on
             plain()
         else:
             direct(grid, 1, 1, current_stream(device), *rest)

@@ -47,13 +47,20 @@ def common_keys(rows, first, ROWS: gl.constexpr, MASK: gl.constexpr):
 
 
 @gluon.jit
-def row_bounds(rows, row, MASK: gl.constexpr):
-    """Start and end of each row of a vector. Of padding rows they mean nothing."""
+def row_starts(rows, row, MASK: gl.constexpr):
+    """Start of each row of a vector. Of padding rows it means nothing."""
     if MASK == ARRAY:
-        real = gl.minimum(row, rows.n_q - 1)
-        start = gl.load(rows.start + real)
-        end = gl.load(rows.end + real)
+        start = gl.load(rows.start + gl.minimum(row, rows.n_q - 1))
     else:
         start = row - rows.hi
+    return start
+
+
+@gluon.jit
+def row_ends(rows, row, MASK: gl.constexpr):
+    """End of each row of a vector. Of padding rows it means nothing."""
+    if MASK == ARRAY:
+        end = gl.load(rows.end + gl.minimum(row, rows.n_q - 1))
+    else:
         end = gl.minimum(row - rows.lo + 1, rows.n_k)
-    return start, end
+    return end

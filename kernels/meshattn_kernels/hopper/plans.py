@@ -20,6 +20,11 @@ from meshattn_kernels.tile_ranges import visible_ranges
 FULL, BAND, ARRAY = 0, 1, 2
 """Kinds of mask: those of masks.py, as plain integers."""
 
+ALONE, IN_TURN, PARTS = 0, 1, 2
+"""Who stores a tile of dk, dv: the values of SHARED in backward_math.py."""
+MAX_PART_ROWS = 2**18
+"""Rows of keys of all parts of a call, beyond which tasks add in turn instead: 256 MiB at head size 128."""
+
 KV_TILE = 128
 CONSUMER_ROWS = 64
 HEADS_IN_FLIGHT = 4
@@ -104,6 +109,7 @@ class ForwardPlan:
 class BackwardPlan:
     """See ``ForwardPlan``; ``table`` is on the device."""
 
+    call: Call
     empty: bool
     mask: Mask
     q_tile: int
@@ -115,10 +121,21 @@ class BackwardPlan:
     number: int
     """Of no other plan."""
 
+    parts_of_tiles: Tensor
+    """int32 [kv_tiles] on the device: tasks that share each key/value tile, 0 where it has one alone."""
+
     @property
-    def shared(self) -> bool:
-        """Whether dk, dv of some key/value tile are added by several tasks, in turn."""
-        return self.table.max_dkv_turns > 1
+    def sharing(self) -> int:
+        """Who stores a tile of dk, dv. Parts need no waits but memory, which grows with the tiles shared."""
+        turns = self.table.max_dkv_turns
+        if turns == 1:
+            return ALONE
+        # The variant that waits spills with arrays, whose schedules rarely share tiles.
+        return PARTS if self.mask.kind == ARRAY or self.num_parts * KV_TILE <= MAX_PART_ROWS else IN_TURN
+
+    @property
+    def num_parts(self) -> int:
+        return self.table.max_dkv_turns * self.table.kv_heads * self.table.kv_tiles
 
     @cached_property
     def num_rows(self) -> int:
@@ -126,13 +143,27 @@ class BackwardPlan:
         return self.table.heads * self.table.query_tiles * self.q_tile
 
     @cached_property
+    def scratch_sizes(self) -> tuple[int, int, int, int]:
+        """4-byte elements of the initial rows, the counters, and the parts of dk and of dv; each begins at a multiple
+        of 16 bytes."""
+        part_rows = self.num_parts * KV_TILE * (self.sharing == PARTS)
+        counters = -(-self.num_counters // 4) * 4
+        return 2 * self.num_rows, counters, part_rows * self.call.head_dim, part_rows * self.call.head_dim_v
+
+    @cached_property
+    def scratch_size(self) -> int:
+        return sum(self.scratch_sizes)
+
+    @cached_property
     def num_dq_counters(self) -> int:
         return self.table.heads * self.table.query_tiles
 
     @cached_property
     def num_counters(self) -> int:
-        """Those of dq, then those of dk and dv."""
-        return self.num_dq_counters + self.table.kv_heads * self.table.kv_tiles
+        """One a tile of dq, then two a tile of keys where these are added in turn."""
+        return self.num_dq_counters + 2 * self.table.kv_heads * self.table.kv_tiles * (
+            self.sharing == IN_TURN
+        )
 
 
 Plan = TypeVar("Plan", ForwardPlan, BackwardPlan)
@@ -260,7 +291,10 @@ def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
     else:
         table = build_table(call.schedule, ranges, heads=heads, kv_heads=kv_heads, workers=call.workers)
     both = LOAD | STORE
+    shared = table.tasks[table.tasks[:, 6] >= 0]
+    one_head = shared[shared[:, 1] == shared[0, 1], 2] if len(shared) else shared[:, 2]
     return BackwardPlan(
+        call=call,
         empty=intervals.is_empty,
         mask=mask,
         q_tile=q_tile,
@@ -268,4 +302,5 @@ def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
         grouped=bool((table.tasks[:, 5] & both != both).any()),
         some_unseen=len(table.unseen) > 0,
         number=next(_numbers),
+        parts_of_tiles=torch.bincount(one_head.long(), minlength=table.kv_tiles).int().to(device),
     )

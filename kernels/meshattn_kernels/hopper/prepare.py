@@ -58,11 +58,86 @@ def finish_dq_kernel(
     tl.store(out + row.to(tl.int64)[:, None] * (heads * HEAD_DIM) + column[None, :], value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["dk_size", "dv_size", "scale"])
-def finish_dkv_kernel(dk_acc, dv_acc, dk_ptr, dv_ptr, dk_size, dv_size, scale, BLOCK: tl.constexpr):
-    """dk = scale * dk_acc, dv = dv_acc, flat."""
+@triton.jit(do_not_specialize=["dk_vectors", "dv_vectors", "scale"])
+def finish_dkv_kernel(dk_acc, dv_acc, dk_ptr, dv_ptr, dk_vectors, dv_vectors, scale, BLOCK: tl.constexpr):
+    """dk = scale * dk_acc, dv = dv_acc, flat. Sizes come in vectors of 16, so that masks are known to be those of
+    whole vectors."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    dk = tl.load(dk_acc + at, mask=at < dk_size)
-    dv = tl.load(dv_acc + at, mask=at < dv_size)
-    tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=at < dk_size)
-    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=at < dv_size)
+    in_dk, in_dv = at < dk_vectors.to(tl.int64) * 16, at < dv_vectors.to(tl.int64) * 16
+    dk = tl.load(dk_acc + at, mask=in_dk)
+    dv = tl.load(dv_acc + at, mask=in_dv)
+    tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_dk)
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=in_dv)
+
+
+@triton.jit(
+    do_not_specialize=["kv_heads", "all_kv_heads", "num_keys", "num_tiles"],
+    do_not_specialize_on_alignment=["num_parts"],
+)
+def add_parts_kernel(
+    dk_parts, dv_parts, dk_acc, dv_acc, num_parts, kv_heads, all_kv_heads, num_keys, num_tiles,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, D_TILE: tl.constexpr, DV_TILE: tl.constexpr,
+    KV_TILE: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """dk, dv [B, C_k, H_kv, D or D_v] = or += the parts of their tiles, in the order of turns.
+
+    Parts are [turns, B * H_kv, num_tiles, KV_TILE, D or D_v]; num_parts [num_tiles] says how many a tile has, 0 if
+    its only task has stored it already.
+    """
+    PIECES: tl.constexpr = KV_TILE // ROWS
+    piece = tl.program_id(0) % PIECES
+    tile = tl.program_id(0) // PIECES % num_tiles
+    kv_head = tl.program_id(0) // PIECES // num_tiles
+    parts = tl.load(num_parts + tile)
+    if parts > 0:
+        batch = kv_head // kv_heads
+        row = piece * ROWS + tl.arange(0, ROWS)
+        corner = (batch.to(tl.int64) * num_keys + tile * KV_TILE) * kv_heads + (kv_head - batch * kv_heads)
+        real = tile * KV_TILE + row < num_keys
+        first = (kv_head.to(tl.int64) * num_tiles + tile) * KV_TILE
+        step = all_kv_heads.to(tl.int64) * num_tiles * KV_TILE
+        add_parts(
+            dk_parts,
+            dk_acc + corner * HEAD_DIM,
+            first,
+            step,
+            row,
+            real,
+            parts,
+            kv_heads,
+            HEAD_DIM,
+            D_TILE,
+            FIRST,
+        )
+        add_parts(
+            dv_parts,
+            dv_acc + corner * HEAD_DIM_V,
+            first,
+            step,
+            row,
+            real,
+            parts,
+            kv_heads,
+            HEAD_DIM_V,
+            DV_TILE,
+            FIRST,
+        )
+
+
+@triton.jit
+def add_parts(
+    parts_ptr, acc_ptr, first, step, row, real, parts, kv_heads,
+    DIM: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """One piece of a tile: ``first`` and ``step`` are rows of ``parts_ptr``, ``row`` those within the tile."""
+    column = tl.arange(0, TILE)
+    mask = real[:, None] & (column < DIM)[None, :]
+    at = acc_ptr + row[:, None] * (kv_heads * DIM) + column[None, :]
+    source = parts_ptr + (first + row)[:, None] * DIM + column[None, :]
+    total = tl.load(source, mask=mask)
+    if not FIRST:
+        total = tl.load(at, mask=mask) + total
+    for _part in range(1, parts):
+        source += step * DIM
+        total += tl.load(source, mask=mask)
+    tl.store(at, total, mask=mask)
