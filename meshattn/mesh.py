@@ -128,11 +128,10 @@ class AttentionMesh:
         if self.tile is None:
             tile = "tile auto: the fewest bytes for each shape"
         else:
-            tile = (
-                f"tile {self.tile}: every rank computes {self.tile.a} query by {self.tile.b} key/value chunks"
-            )
+            tile = f"tile {self.tile}, query by key/value chunks of each rank"
         return (
-            f"AttentionMesh of {self.size} ranks {list(self.connection.names)}, this is rank {self.rank}; "
+            f"AttentionMesh of {_counted(self.size, 'rank')} {list(self.connection.names)}, "
+            f"this is rank {self.rank}; "
             f"{tile}; transport {self.connection.transport.name} ({self.connection.reason})"
         )
 
@@ -144,6 +143,10 @@ class AttentionMesh:
     def close(self) -> None:
         """Give back the connection. Collective; the mesh cannot be used afterwards."""
         self.connection.transport.close()
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("s" if number != 1 else "")
 
 
 def _tile(tile: str | tuple[int, int] | Tile, ranks: int) -> Tile | None:
