@@ -189,10 +189,10 @@ def all_variants() -> Iterator[Variant]:
     for dtype, head_dim, mask in itertools.product(("bf16", "fp16"), (128, 64, 96, 48), MASKS):
         for first in both:
             yield forward(head_dim, mask, first=first, dtype=dtype)
-        if head_tile(head_dim) == 64 and mask == FULL:
-            continue  # never used
         sharings = (ALONE, PARTS) if mask == ARRAY else (ALONE, IN_TURN, PARTS)
         for first_dq, first_dkv, grouped, shared in itertools.product(both, both, both, sharings):
+            if grouped and mask == FULL and head_tile(head_dim) == 64:
+                continue  # never used
             yield backward(
                 head_dim,
                 mask,

@@ -334,6 +334,33 @@ def test_same_bits_for_repeats_and_workers(head_dim: int, heads: tuple[int, int]
             assert torch.equal(getattr(again, name), getattr(expected, name)), f"{name}, workers {workers}"
 
 
+@pytest.mark.parametrize("heads", [(8, 2), (8, 1)], ids=lambda h: f"H{h[0]}-H_kv{h[1]}")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_parts_and_turns_of_dk_and_dv_give_the_same_bits(
+    head_dim: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshattn_kernels.hopper import kernel, plans
+
+    shape = Shape(B=2, S=1000, H=heads[0], H_kv=heads[1], D=head_dim)
+    inputs = on_gpu(shape)
+    blocks: list[Block] = [(slice(a, a + 500), BandIntervals(a, UNBOUNDED, 1000, 500)) for a in (0, 500)]
+
+    def run(max_part_rows: int) -> tuple[Results, set[int]]:
+        monkeypatch.setattr(plans, "MAX_PART_ROWS", max_part_rows)
+        monkeypatch.setattr(kernel, "_backward_plans", type(kernel._backward_plans)())
+        plans._backward_of_band.cache_clear()
+        results = Run(hopper(), 0.1)(inputs, blocks)
+        return results, {plan.sharing for plan in kernel._backward_plans._known.values()}
+
+    parts, kinds = run(2**18)
+    assert plans.PARTS in kinds
+    in_turn, kinds = run(0)
+    assert plans.PARTS not in kinds
+    plans._backward_of_band.cache_clear()
+    for name in Results._fields:
+        assert torch.equal(getattr(parts, name), getattr(in_turn, name)), name
+
+
 @pytest.mark.parametrize(
     "schedule", ["naive", "descending", "shortest_first", "halves", "split_shift", "shift"]
 )

@@ -111,9 +111,6 @@ def load_partition(
                 q_desc, [batch, head, (block * CONSUMERS + c) * ROWS, 0], memory.q_full.index(c),
                 reinterpret(memory.q.index(c), [1, 1, ROWS, D_TILE], q_desc.layout),
             )  # fmt: skip
-        if not FIRST:
-            if task + 1 < last_task:
-                prefetch_out(output, row + TASK_FIELDS, num_rows, CONSUMERS, HEAD_DIM_V)
         for i in range(num_tiles):
             key = (first_tile + num_tiles - 1 - i) * KV_TILE
             stage = step % STAGES
@@ -130,6 +127,9 @@ def load_partition(
                 v_desc, [batch, kv_head, key, 0], memory.v_full.index(stage),
                 reinterpret(memory.v.index(stage), [1, 1, KV_TILE, DV_TILE], v_desc.layout),
             )  # fmt: skip
+            if not FIRST:
+                if (i == 0) & (task + 1 < last_task):
+                    prefetch_out(output, row + TASK_FIELDS, num_rows, CONSUMERS, HEAD_DIM_V)
             step += 1
         task_number += 1
 

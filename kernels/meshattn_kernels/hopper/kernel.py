@@ -270,8 +270,8 @@ def _bind_backward(
     segment = segment_of(call.head_dim)
     dq_shape = (table.heads, call.rows_q, call.head_dim // segment, segment)
     dq_strides = (call.rows_q * call.head_dim, call.head_dim, segment, 1)
-    # With head tile 64 the variant without a mask spills, and one whose mask is never needed does not.
-    kind = BAND if mask.kind == FULL and call.head_tile == 64 else mask.kind
+    # With head tile 64 the grouped variant without a mask spills more than a mask that is never needed costs.
+    kind = BAND if mask.kind == FULL and plan.grouped and call.head_tile == 64 else mask.kind
     main = _backward.bind(
         call.device,
         table.workers,
