@@ -4,9 +4,10 @@
     python tests/kernels/compile_portable.py --all             every variant
     python tests/kernels/compile_portable.py --targets 80 90
 
-Exit status 1 if a kernel spills more than 64 bytes, needs more shared memory than its GPU has, has lost its
-products, or ptxas says that it serialises them: C75xx, but for C7517 and C7519, which put in one wait or arrive
-where an accumulator starts from a loaded row.
+Exit status 1 if a kernel spills more than 64 bytes (128 in float32, which has no tensor cores to feed),
+needs more shared memory than its GPU has, has lost its products, or ptxas says that it serialises them:
+C75xx, but for C7517 and C7519, which put in one wait or arrive where an accumulator starts from a loaded
+row.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
 from meshattn_kernels.portable import launch
-from meshattn_kernels.portable.backward_dash import dash_kernel
+from meshattn_kernels.portable.backward_dash import clear_rows_kernel, dash_kernel
 from meshattn_kernels.portable.backward_two_loop import dkdv_kernel, dq_kernel
+from meshattn_kernels.portable.finish import add_parts_kernel, scale_and_cast_kernel
 from meshattn_kernels.portable.forward import forward_kernel
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of a thread block
-MAX_SPILLED_BYTES = 64
+MAX_SPILLED_BYTES = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 128}
 KERNELS: dict[launch.Pass, Any] = {
     "forward": forward_kernel,
     "dkdv": dkdv_kernel,
@@ -73,12 +75,12 @@ class Result:
     messages: list[str]
     seconds: float
 
-    def failures(self, target: int) -> list[str]:
+    def failures(self, target: int, dtype: torch.dtype) -> list[str]:
         found = [line for line in self.messages if "(C7517)" not in line and "(C7519)" not in line]
         if not self.products:
             found.append("no matrix product is left in the code")
-        if self.spilled_bytes > MAX_SPILLED_BYTES:
-            found.append(f"{self.spilled_bytes} bytes spilled, at most {MAX_SPILLED_BYTES} allowed")
+        if self.spilled_bytes > MAX_SPILLED_BYTES[dtype]:
+            found.append(f"{self.spilled_bytes} bytes spilled, at most {MAX_SPILLED_BYTES[dtype]} allowed")
         if self.shared_bytes > SHARED_MEMORY[target] * 1024:
             found.append(
                 f"{self.shared_bytes} bytes of shared memory, the GPU has {SHARED_MEMORY[target]} KiB"
@@ -161,6 +163,13 @@ def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: 
     )
 
 
+def compile_flat_kernels(target: int) -> None:
+    """The kernels around them have nothing to spill: it is enough that they compile."""
+    build(scale_and_cast_kernel, {"result_ptr": "*bf16"}, {"BLOCK": 1024}, 4, target)
+    build(add_parts_kernel, {}, {"FIRST": False, "BLOCK": 1024}, 4, target)
+    build(clear_rows_kernel, {}, {"Q_TILE": 64, "PADDED_WIDTH": 1024}, 4, target)
+
+
 def ptxas_log(ptx: str, target: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
@@ -191,6 +200,7 @@ def main() -> int:
         "| target | variant | registers | spilled bytes | shared bytes | seconds |\n|---|---|---|---|---|---|"
     )
     for target in options.targets:
+        compile_flat_kernels(target)
         for variant in all_variants() if options.all else covering_set():
             result = compile_variant(variant, target)
             print(
@@ -198,7 +208,7 @@ def main() -> int:
                 f"{result.shared_bytes} | {result.seconds:.1f} |",
                 flush=True,
             )
-            for failure in result.failures(target):
+            for failure in result.failures(target, variant.dtype):
                 failed += 1
                 print(f"sm_{target} {variant}: {failure}", flush=True)
     return int(failed > 0)

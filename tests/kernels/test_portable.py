@@ -26,7 +26,7 @@ import triton.language as tl  # noqa: E402
 
 from meshattn_kernels.portable.kernel import TritonDashKernel, TritonKernel, group_parts  # noqa: E402
 from meshattn_kernels.portable.launch import INTERPRETED, padded, tiling  # noqa: E402
-from meshattn_kernels.portable.tiles import count_at_most  # noqa: E402
+from meshattn_kernels.portable.tiles import count_at_most, sees_all, tile_keys, tile_rows  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -288,7 +288,7 @@ def test_a_block_without_pairs_writes_neutral_or_nothing(kernel: Kernel, interva
 
 def test_rows_without_keys_keep_their_bits_when_blocks_merge() -> None:
     """Half of the rows of every tile see nothing in the second block."""
-    shape = Shape(B=1, S=32, H=1, H_kv=1, D=16)
+    shape = Shape(B=1, S=32, H=4, H_kv=4, D=16)
     inputs = make_inputs(shape, torch.float32)
     end = torch.arange(32, dtype=torch.int32)
     start = torch.where(end % 2 == 0, end, torch.clamp(end - 2, min=0))
@@ -348,6 +348,35 @@ def test_search_in_bounds_of_any_length(size: int) -> None:
 @triton.jit
 def count_kernel(bound_ptr, count_ptr, size, limit):
     tl.store(count_ptr, count_at_most(bound_ptr, size, limit))
+
+
+@pytest.mark.parametrize("form", ["band", "arrays"])
+@pytest.mark.parametrize("width", [0, 3, 29, 30, 31])
+def test_tiles_are_walked_and_masked_exactly_where_needed(form: str, width: int) -> None:
+    """A band moves over a tile of 16 x 16, with more rows and keys beyond: the tile is walked, by rows and by
+    keys, if any pair of it is visible, and unmasked if all are."""
+    rows, keys, tile = 19, 18, 16
+    for lo in range(-20, 20):
+        intervals: Intervals = BandIntervals(lo, lo + width, rows, keys)
+        start, end = (bound.to(DEVICE) for bound in intervals.bounds(rows))
+        found = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+        pair_kernel[(1,)](found, start, end, lo, lo + width, rows, keys, tile, form == "band")
+        pairs = visible_pairs(rows, keys, [(slice(None), intervals)])[:tile, :tile]
+        assert found.tolist() == [pairs.any(), pairs.any(), pairs.all(), pairs.all()], lo
+
+
+@triton.jit
+def pair_kernel(found_ptr, start_ptr, end_ptr, lo, hi, n_q, n_k, TILE: tl.constexpr, BAND: tl.constexpr):
+    r0 = tl.program_id(0) * TILE
+    t0 = tl.program_id(0) * TILE
+    keys = tile_keys(r0, start_ptr, end_ptr, lo, hi, n_q, n_k, TILE, TILE, BAND)
+    begin, stop, full_begin, full_stop = keys
+    first_row, stop_row = tile_rows(t0, start_ptr, end_ptr, lo, hi, n_q, n_k, TILE, BAND)
+    tl.store(found_ptr, ((t0 >= begin) & (t0 < stop)).to(tl.int32))
+    tl.store(found_ptr + 1, ((r0 + TILE > first_row) & (r0 < stop_row)).to(tl.int32))
+    tl.store(found_ptr + 2, ((t0 >= full_begin) & (t0 + TILE <= full_stop)).to(tl.int32))
+    full = sees_all(r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, TILE, TILE, BAND)
+    tl.store(found_ptr + 3, full.to(tl.int32))
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def dash_kernel(
     ORDERED: tl.constexpr,
 ):
     scale_log2 = scale * LOG2E
+    row_scale = -1.0 / scale_log2
     lane = tl.arange(0, Q_TILE)
     dq_offset = lane[:, None] * (heads * D) + tl.arange(0, PADDED_D)[None, :]
     dk = tl.zeros((KV_TILE, PADDED_D), tl.float32)
@@ -118,7 +119,7 @@ def dash_kernel(
             r0 = query_tile * Q_TILE
             q = load_tile(q_head_ptr, r0, n_q, q_stride_s, Q_TILE, D, PADDED_D)
             lse, delta = load_row_terms(lse_ptr + row_term, delta_ptr + row_term, r0, n_q, Q_TILE)
-            row_start = tl.broadcast_to(lse[None, :] / -scale_log2, (KV_TILE, Q_TILE))
+            row_start = tl.broadcast_to(lse[None, :] * row_scale, (KV_TILE, Q_TILE))
             scores = product(k, q.T, row_start, PRECISION)  # [KV_TILE, Q_TILE]
             do = load_tile(do_head_ptr, r0, n_q, do_stride_s, Q_TILE, D_V, PADDED_D_V)
             p = tl.math.exp2(scores * scale_log2)

@@ -87,6 +87,7 @@ def dkdv_kernel(
     dv = tl.zeros((KV_TILE, PADDED_D_V), tl.float32)
     if tiles > 0:
         scale_log2 = scale * LOG2E
+        row_scale = -1.0 / scale_log2
         head = kv_head * group + part * part_heads
         q_ptr += batch * q_stride_b + head * q_stride_h
         do_ptr += batch * do_stride_b + head * do_stride_h
@@ -102,9 +103,7 @@ def dkdv_kernel(
             r0 = (first_tile + step % tiles) * Q_TILE
             q = load_tile(q_ptr + n * q_stride_h, r0, n_q, q_stride_s, Q_TILE, D, PADDED_D)
             lse, delta = load_row_terms(lse_ptr + n * rows, delta_ptr + n * rows, r0, n_q, Q_TILE)
-            scores = product(
-                k, q.T, tl.broadcast_to(lse[None, :] / -scale_log2, (KV_TILE, Q_TILE)), PRECISION
-            )
+            scores = product(k, q.T, tl.broadcast_to(lse[None, :] * row_scale, (KV_TILE, Q_TILE)), PRECISION)
             do = load_tile(do_ptr + n * do_stride_h, r0, n_q, do_stride_s, Q_TILE, D_V, PADDED_D_V)
             p = tl.math.exp2(scores * scale_log2)
             if not sees_all(r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND):

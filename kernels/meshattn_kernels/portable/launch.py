@@ -43,11 +43,12 @@ class Tiling:
     warps: int
 
 
-# sm_100 and sm_90 have asynchronous products and 227 KiB of shared memory for a thread block, sm_80 has 163 KiB;
-# "small" are sm_86, 89 and 120 with 99 KiB.
+# sm_100 and sm_90 have asynchronous products and 227 KiB of shared memory for a thread block, sm_80 has 163
+# KiB; "small" are sm_86, 89 and 120 with 99 KiB.
 _Family = Literal["sm100", "sm90", "sm80", "small"]
 
-# By family and greatest padded head size, for 16-bit inputs: no kernel spills more than 64 bytes (see the tests).
+# By family and greatest padded head size, for 16-bit inputs: no kernel spills more than 64 bytes (see the
+# tests).
 _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
     "forward": {
         ("sm100", 64): Tiling(128, 64, stages=3, warps=8),
@@ -107,10 +108,27 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
     },
 }
 # float32 products run without tensor cores, so that they are as exact as eager attention in float32.
-_SINGLE: dict[int, Tiling] = {
-    64: Tiling(32, 32, stages=1, warps=4),
-    128: Tiling(32, 32, stages=1, warps=8),
-    256: Tiling(16, 16, stages=1, warps=8),
+_SINGLE: dict[Pass, dict[int, Tiling]] = {
+    "forward": {
+        64: Tiling(32, 32, stages=1, warps=8),
+        128: Tiling(32, 32, stages=1, warps=8),
+        256: Tiling(16, 16, stages=1, warps=8),
+    },
+    "dkdv": {
+        64: Tiling(32, 32, stages=1, warps=8),
+        128: Tiling(16, 32, stages=1, warps=8),
+        256: Tiling(16, 16, stages=1, warps=8),
+    },
+    "dq": {
+        64: Tiling(32, 32, stages=1, warps=8),
+        128: Tiling(16, 16, stages=1, warps=8),
+        256: Tiling(16, 16, stages=1, warps=8),
+    },
+    "dash": {
+        64: Tiling(32, 32, stages=1, warps=8),
+        128: Tiling(16, 32, stages=1, warps=8),
+        256: Tiling(16, 16, stages=1, warps=8),
+    },
 }
 _INTERPRETER: dict[Pass, Tiling] = {
     "forward": Tiling(32, 16, stages=1, warps=1),
@@ -126,7 +144,7 @@ def tiling(which: Pass, padded_dim: int, dtype: torch.dtype, capability: Capabil
         return _INTERPRETER[which]
     bucket = max(padded_dim, 64)
     if dtype == torch.float32:
-        return _SINGLE[bucket]
+        return _SINGLE[which][bucket]
     by_major: dict[int, _Family] = {9: "sm90", 10: "sm100"}
     family = "sm80" if capability == (8, 0) else by_major.get(capability[0], "small")
     return _HALF[which][family, bucket]
