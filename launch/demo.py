@@ -145,7 +145,7 @@ def grouped_line(options: Options) -> str:
     return (
         f"With {model.heads} query heads and {model.kv_heads} key/value head (g = {g}, one step, "
         f"untrained) a rank sends {ring:,} bytes on the ring\nand {mesh:,} on the mesh. {verdict}: "
-        f"keys and values are small beside queries. The tile auto would take is {least}."
+        f"keys and values are small beside queries. The tile that auto takes is {least}."
     )
 
 

@@ -47,7 +47,7 @@ def test_grouped_heads_favour_the_ring() -> None:
     line = demo.grouped_line(shape("--seq-len", "70", "--kv-heads", "1", "--layers", "1"))
     assert "(g = 4, one step, untrained)" in line
     assert "The ring wins here" in line
-    assert "The tile auto would take is 1x4." in line
+    assert "The tile that auto takes is 1x4." in line
     wide = demo.grouped_line(shape("--seq-len", "70", "--layers", "1"))
     assert "The mesh wins here" in wide
 
