@@ -3,10 +3,10 @@
     python tests/kernels/compile_hopper.py          the covering set
     python tests/kernels/compile_hopper.py --all    every variant
 
-A variant fails if it spills more than 64 bytes, or if ptxas serialises tensor-core products: any message C75xx but
-C7517, and more of that than the backward has on purpose. C7517 is one added wait for a pending product whose
-accumulator starts at a loaded row; C7510, C7512 and C7514 mean that all products run one after the other.
-"""
+A variant fails if it spills more than 64 bytes, or if ptxas serialises tensor-core products: any message
+C75xx but C7517, and more of that than the backward has on purpose. C7517 is one added wait for a pending
+product whose accumulator starts at a loaded row; C7510, C7512 and C7514 mean that all products run one after
+the other."""
 
 from __future__ import annotations
 
@@ -135,7 +135,8 @@ def backward(
     constants = {
         "Q_TILE": q_tile, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile, "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v, "STAGES": kernel.STAGES, "Q_HALVES": q_tile // 64, "MASK": mask,
-        "FIRST_DQ": first_dq, "FIRST_DKV": first_dkv, "GROUPED": grouped, "SHARED": shared, "ORDERED": ordered,
+        "FIRST_DQ": first_dq, "FIRST_DKV": first_dkv, "GROUPED": grouped, "SHARED": shared,
+        "ORDERED": ordered,
     }  # fmt: skip
     traits = {
         "add_dq": not first_dq,
@@ -160,8 +161,8 @@ def small_kernels() -> Iterator[Variant]:
         }  # fmt: skip
         yield Variant(f"finish dq D{head_dim}", finish_dq_kernel, 4, types, constants)
     constants = {
-        "HEAD_DIM": 96, "HEAD_DIM_V": 64, "D_TILE": 128, "DV_TILE": 64, "KV_TILE": KV_TILE, "ROWS": kernel.PART_ROWS,
-        "FIRST": False,
+        "HEAD_DIM": 96, "HEAD_DIM_V": 64, "D_TILE": 128, "DV_TILE": 64, "KV_TILE": KV_TILE,
+        "ROWS": kernel.PART_ROWS, "FIRST": False,
     }  # fmt: skip
     yield Variant("add parts", add_parts_kernel, 4, {"num_parts": "*i32"}, constants)
     yield Variant("finish dkv", finish_dkv_kernel, 4, types, {"BLOCK": kernel.FINISH_BLOCK})
@@ -209,8 +210,8 @@ def all_variants() -> Iterator[Variant]:
 
 
 def compile_variant(variant: Variant) -> Result:
-    """Pointers not in ``types`` are *fp32 (tables *i32), ``scale`` is fp32, other arguments i32; what the kernel does
-    not exempt from specialisation is a multiple of 16, as at a launch."""
+    """Pointers not in ``types`` are *fp32 (tables *i32), ``scale`` is fp32, other arguments i32; what the
+    kernel does not exempt from specialisation is a multiple of 16, as at a launch."""
     function, names = variant.function, variant.function.arg_names
     signature: dict[str, str] = {}
     for name in names:

@@ -96,7 +96,8 @@ def pairs(intervals: Intervals, shape: Shape) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """A kernel with the accumulators of one query chunk and any number of key chunks; memory starts as NaN."""
+    """A kernel with the accumulators of one query chunk and any number of key chunks; memory starts as
+    NaN."""
 
     kernel: object
     scale: float
@@ -396,7 +397,7 @@ torch.cuda.synchronize()
 def test_a_turn_that_never_comes_ends_with_a_message() -> None:
     ended = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120)
     assert ended.returncode != 0
-    assert "gave up waiting for turn 7 of an ordered sum, which stands at 0" in ended.stderr
+    assert "waited in vain for turn 7 of an ordered sum, which stands at 0" in ended.stderr
 
 
 def test_what_is_not_served() -> None:
@@ -417,7 +418,7 @@ def test_what_is_not_served() -> None:
         forward(head_dim=256)
     with pytest.raises(ValueError, match="have head size 72"):
         forward(head_dim=72)
-    with pytest.raises(ValueError, match="q is torch.float32"):
+    with pytest.raises(ValueError, match=r"q is torch\.float32"):
         forward(dtype=torch.float32)
     with pytest.raises(ValueError, match="softmax_scale is 0"):
         forward(scale=0.0)

@@ -1,4 +1,5 @@
-"""A covering set of the Hopper kernels compiles for sm_90 without spills or serialised products; no GPU needed."""
+"""A covering set of the Hopper kernels compiles for sm_90 without spills or serialised products; no GPU
+needed."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def test_every_variant_compiles(variant: Any) -> None:
     "q_tile, d_tile, segment", [(64, 128, 32), (128, 64, 32), (64, 128, 16), (128, 64, 16)]
 )
 def test_dq_lies_in_shared_memory_as_finish_reads_it(q_tile: int, d_tile: int, segment: int) -> None:
-    """The layout is a bijection; undoing TMA's swizzle gives rows in order, with columns permuted in segments."""
+    """The layout is a bijection; undoing TMA's swizzle gives rows in order, with columns permuted in
+    segments."""
     from meshattn_kernels.hopper.ordered_add import column_order, dq_shared_layout
 
     bases = dq_shared_layout(q_tile, d_tile, segment).offset_bases

@@ -1,4 +1,5 @@
-"""Kernels for Hopper GPUs (compute capability 9.0), in Gluon, which is part of Triton but no stable interface."""
+"""Kernels for Hopper GPUs (compute capability 9.0), in Gluon, which is part of Triton but no stable
+interface."""
 
 from __future__ import annotations
 
@@ -8,8 +9,13 @@ OLDEST_TRITON = (3, 6)
 FIRST_UNKNOWN_TRITON = (3, 9)
 
 
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
 def hopper_kernel() -> AttentionKernel:
-    """The kernel object. Raises ValueError where Triton is missing or these kernels are not known to compile."""
+    """The kernel object. Raises ValueError where Triton is missing or these kernels are not known to
+    compile."""
     try:
         import triton
     except ImportError:
@@ -19,9 +25,9 @@ def hopper_kernel() -> AttentionKernel:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if not OLDEST_TRITON <= version < FIRST_UNKNOWN_TRITON:
         raise ValueError(
-            f"triton is {triton.__version__}; kernel 'hopper' needs {'.'.join(map(str, OLDEST_TRITON))} or later and "
-            f"less than {'.'.join(map(str, FIRST_UNKNOWN_TRITON))}. Install such a version, or choose kernel='triton' "
-            "or kernel='reference'"
+            f"triton is {triton.__version__}; kernel 'hopper' needs {_dotted(OLDEST_TRITON)} or later "
+            f"and less than {_dotted(FIRST_UNKNOWN_TRITON)}. Install such a version, or choose "
+            "kernel='triton' or kernel='reference'"
         )
     from meshattn_kernels.hopper.kernel import HopperKernel
 

@@ -11,13 +11,13 @@ throughout so that P and dS come out of the tensor cores in the register layout 
     dV += P dO,  dK += dS Q                     [KV_TILE, head size], in registers
     dQ_step = dS^T K                            [Q_TILE, head size], added to fp32 memory every step
 
-The accumulators of S and dP start at -lse / scale and at -delta (one value a query, broadcast over rows), so that no
-row vector stays live beside dK and dV; 240 registers are the wall. ``prepare.py`` makes these rows. Those of padding
-and of rows that see no key start at -inf and give p = 0 without a mask. The factor scale of dK and dQ is applied when
-they are finished.
+The accumulators of S and dP start at -lse / scale and at -delta (one value a query, broadcast over rows), so
+that no row vector stays live beside dK and dV; 240 registers are the wall. ``prepare.py`` makes these rows.
+Those of padding and of rows that see no key start at -inf and give p = 0 without a mask. The factor scale of
+dK and dQ is applied when they are finished.
 
-Three partitions: 8 math warps (backward_math.py), one warp that loads by TMA, one that writes dQ. Only the writer
-waits for other thread blocks (ordered_add.py), in the order of a table (dash.py, arXiv 2601.21824).
+Three partitions: 8 math warps (backward_math.py), one warp that loads by TMA, one that writes dQ. Only the
+writer waits for other thread blocks (ordered_add.py), in the order of a table (dash.py, arXiv 2601.21824).
 """
 
 import triton.experimental.gluon.language as gl
@@ -103,8 +103,8 @@ class Gradients:
 
 @gluon.jit
 def load_partition(
-    q_desc, do_desc, k_desc, v_desc, init_desc, worker_start, tasks, steps, heads, kv_heads, num_q_tiles, num_rows,
-    memory,
+    q_desc, do_desc, k_desc, v_desc, init_desc, worker_start, tasks, steps,
+    heads, kv_heads, num_q_tiles, num_rows, memory,
 ):  # fmt: skip
     """``init_desc``: fp32 vector of the rows that start S, and num_rows further on of those that start dP."""
     STAGES: gl.constexpr = memory.q.shape[0]
@@ -160,24 +160,26 @@ def load_partition(
 
 @gluon.jit(
     do_not_specialize=[
-        "lo", "hi", "n_q", "n_k", "heads", "kv_heads", "all_kv_heads", "num_keys", "num_q_tiles", "num_kv_tiles", "num_rows", "scale",
+        "lo", "hi", "n_q", "n_k", "heads", "kv_heads", "all_kv_heads", "num_keys",
+        "num_q_tiles", "num_kv_tiles", "num_rows", "scale",
     ],
     do_not_specialize_on_alignment=[
         "start_ptr", "end_ptr", "counters", "dkv_counters", "mailbox", "worker_start", "tasks", "steps",
     ],
 )  # fmt: skip
 def backward_kernel(
-    q_desc, do_desc, k_desc, v_desc, dq_desc, init_desc, dk_ptr, dv_ptr, dk_parts, dv_parts, start_ptr, end_ptr,
-    counters, dkv_counters, mailbox, worker_start, tasks, steps,
+    q_desc, do_desc, k_desc, v_desc, dq_desc, init_desc, dk_ptr, dv_ptr, dk_parts, dv_parts,
+    start_ptr, end_ptr, counters, dkv_counters, mailbox, worker_start, tasks, steps,
     lo, hi, n_q, n_k, heads, kv_heads, all_kv_heads, num_keys, num_q_tiles, num_kv_tiles, num_rows, scale,
     Q_TILE: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, Q_HALVES: gl.constexpr,
     MASK: gl.constexpr, FIRST_DQ: gl.constexpr, FIRST_DKV: gl.constexpr, GROUPED: gl.constexpr,
     SHARED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """q_desc, do_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is read as
-    zero. dq_desc: [B * H, C_q, D / 32, 32] (or / 16, 16). Counters are zero. FIRST_*: that accumulator is overwritten. GROUPED:
-    some tasks lack LOAD or STORE. SHARED: some have a dkv turn. Not ORDERED: nothing waits, dq is zero before the first block; for measurements only."""
+    """q_desc, do_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is
+    read as zero. dq_desc: [B * H, C_q, D / 32, 32] (or / 16, 16). Counters are zero. FIRST_*: that
+    accumulator is overwritten. GROUPED: some tasks lack LOAD or STORE. SHARED: some have a dkv turn. Not
+    ORDERED: nothing waits, dq is zero before the first block; for measurements only."""
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     DQ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)  # a stand-in, see dq_shared_layout
     memory = Memory(
@@ -210,8 +212,8 @@ def backward_kernel(
     gl.warp_specialize([
         (math_partition, (gradients, worker_start, tasks, steps, rows, scale, memory,
                           HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, SHARED)),
-        (load_partition, (q_desc, do_desc, k_desc, v_desc, init_desc, worker_start, tasks, steps, heads, kv_heads,
-                          num_q_tiles, num_rows, memory)),
+        (load_partition, (q_desc, do_desc, k_desc, v_desc, init_desc, worker_start, tasks, steps,
+                          heads, kv_heads, num_q_tiles, num_rows, memory)),
         (writer_partition, (dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
                             FIRST_DQ, ORDERED)),
     ], [1, 1], [WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip

@@ -1,4 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: SIM102 - conditions on constants stand alone
 """Math partition of the backward: 8 warps, five matrix products a step (formulas in backward.py).
 
 Every step leaves its loop body with no product in flight: a product pending across the loop edge makes ptxas
@@ -79,7 +80,8 @@ def step_whole(
     exp2_scale,
     MASK: gl.constexpr,
 ):
-    """One step with the query tile in one piece. Returns dq (fp32 [Q_TILE, D_TILE]), dv and the pending dk."""
+    """One step with the query tile in one piece. Returns dq (fp32 [Q_TILE, D_TILE]), dv and the pending
+    dk."""
     Q_TILE: gl.constexpr = memory.q.shape[1]
     D_TILE: gl.constexpr = memory.q.shape[2]
     DV_TILE: gl.constexpr = memory.do.shape[2]
@@ -123,7 +125,8 @@ def step_halves(
     exp2_scale,
     MASK: gl.constexpr,
 ):
-    """As step_whole, with the query tile in two halves: the second half's products overlap the first's exp2."""
+    """As step_whole, with the query tile in two halves: the second half's products overlap the first's
+    exp2."""
     Q_TILE: gl.constexpr = memory.q.shape[1]
     D_TILE: gl.constexpr = memory.q.shape[2]
     DV_TILE: gl.constexpr = memory.do.shape[2]
@@ -174,7 +177,8 @@ def step_halves(
 
 @gluon.jit
 def add_rows(gradients, pointer, tile, kv_head, kv_tile, HEAD_DIM: gl.constexpr, FIRST: gl.constexpr):
-    """Store or add a tile of dk or dv, fp32 [KV_TILE, columns], into the accumulator [B, C_k, H_kv, HEAD_DIM]."""
+    """Store or add a tile of dk or dv, fp32 [KV_TILE, columns], into the accumulator [B, C_k, H_kv,
+    HEAD_DIM]."""
     LAYOUT: gl.constexpr = tile.type.layout
     kv_heads = gradients.kv_heads
     batch = kv_head // kv_heads
@@ -205,8 +209,8 @@ def add_dkv(
     gradients, dk, dv, kv_head, kv_tile, turn,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Dispose of dk, dv of a tile of keys. A tile of several tasks (turn >= 0, only where SHARED) is added in turn, or
-    stored as a part; the order of sums, and so every bit, is the same."""
+    """Dispose of dk, dv of a tile of keys. A tile of several tasks (turn >= 0, only where SHARED) is added
+    in turn, or stored as a part; the order of sums, and so every bit, is the same."""
     if SHARED == ALONE:
         add_alone(gradients, dk, dv, kv_head, kv_tile, HEAD_DIM, HEAD_DIM_V, FIRST)
     else:
@@ -248,8 +252,8 @@ def add_in_turn(
     gradients, dk, dv, counter, turn, kv_head, kv_tile,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Add dk, dv when ``turn`` other tasks have done so. Two counters: the next task adds its dv while this one adds
-    dk. They count threads, so that no barrier is needed."""
+    """Add dk, dv when ``turn`` other tasks have done so. Two counters: the next task adds its dv while this
+    one adds dk. They count threads, so that no barrier is needed."""
     if not FIRST:
         wait_for_count(counter, turn * MATH_THREADS, gradients.mailbox)
     add_rows(gradients, gradients.dv, dv, kv_head, kv_tile, HEAD_DIM_V, FIRST)

@@ -1,5 +1,6 @@
-"""What a kernel leaves behind when a wait does not end: a trap loses everything on the GPU, and printing from it
-costs speed. So it writes four numbers to pinned memory first, and this process says at its end what they mean."""
+"""What a kernel leaves behind when a wait does not end: a trap loses everything on the GPU, and printing
+from it costs speed. So it writes four numbers to pinned memory first, and this process says at its end what
+they mean."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ def describe(box: Tensor) -> str | None:
     if state != FAILED:
         return None
     return (
-        f"meshattn: worker {worker} of the 'hopper' backward gave up waiting for turn {wanted} of an ordered sum, which "
-        f"stands at {seen}, and stopped the GPU context. All workers must be resident at once: is the GPU shared "
-        "(time slices, a debugger)? Leave it fewer with HopperKernel(workers=...); otherwise the schedule is wrong"
+        f"meshattn: worker {worker} of the 'hopper' backward waited in vain for turn {wanted} of an ordered "
+        f"sum, which stands at {seen}, and stopped the GPU context. All workers must be resident at once: is "
+        "the GPU shared (time slices, a debugger)? Ask for fewer with HopperKernel(workers=...). Otherwise "
+        "the schedule is wrong"
     )
 
 

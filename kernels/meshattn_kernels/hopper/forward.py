@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: SIM102, SIM113 - conditions on constants stand alone; no enumerate here
 """Attention forward for Hopper: one persistent kernel that merges a block of keys into out and lse.
 
-A task is one block of query rows of one head: 64 rows for each consumer. A consumer is a partition of its own (one
-warpgroup), so that consumers drift apart and one does softmax while another keeps the tensor cores busy; no barrier
-orders them. One more warp loads by TMA. Tiles of keys are visited from the last to the first: the diagonal of a
-causal mask comes at the start.
+A task is one block of query rows of one head: 64 rows for each consumer. A consumer is a partition of its
+own (one warpgroup), so that consumers drift apart and one does softmax while another keeps the tensor cores
+busy; no barrier orders them. One more warp loads by TMA. Tiles of keys are visited from the last to the
+first: the diagonal of a causal mask comes at the start.
 
-The online softmax (FlashAttention-2, arXiv 2307.08691) goes on from the accumulator of earlier blocks: a row with
-normalised out and log-sum-exp lse continues as a row with maximum lse, sum 1 and weighted sum out.
-"""
+The online softmax (FlashAttention-2, arXiv 2307.08691) goes on from the accumulator of earlier blocks: a row
+with normalised out and log-sum-exp lse continues as a row with maximum lse, sum 1 and weighted sum out."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -27,12 +27,14 @@ ROWS = gl.constexpr(64)
 MAX_START = gl.constexpr(-1e30)
 """Finite, so that exp2(old maximum - new maximum) is never inf - inf."""
 TASK_FIELDS = gl.constexpr(8)
-"""int32 values of a task: batch, query head, key/value head, query block, first tile, number of tiles, 0, 0."""
+"""int32 values of a task: batch, query head, key/value head, query block, first tile, number of tiles, 0,
+0."""
 
 
 @aggregate
 class Memory:
-    """Shared memory of a thread block. ``*_full`` and ``*_empty`` are mbarriers, one a consumer (q) or stage."""
+    """Shared memory of a thread block. ``*_full`` and ``*_empty`` are mbarriers, one a consumer (q) or
+    stage."""
 
     q: gl.shared_memory_descriptor  # [CONSUMERS, 64, D_TILE]
     k: gl.shared_memory_descriptor  # [STAGES, KV_TILE, D_TILE]
@@ -171,7 +173,8 @@ def online_softmax(
     exp2_scale,
     MASK: gl.constexpr,
 ):
-    """scores fp32 [64, KV_TILE] -> P, new row maximum and sum (fp32 [64], base 2), factor for the old sums."""
+    """scores fp32 [64, KV_TILE] -> P, new row maximum and sum (fp32 [64], base 2), factor for the old
+    sums."""
     KV_TILE: gl.constexpr = scores.shape[1]
     LAYOUT: gl.constexpr = scores.type.layout
     if MASK != FULL:
@@ -191,7 +194,8 @@ def online_softmax(
 
 @gluon.jit
 def out_addresses(output, task_row, first_row, num_rows, HEAD_DIM_V: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where the 64 rows of a task lie in out, and which of them and of their columns are below num_rows and D_v.
+    """Where the 64 rows of a task lie in out, and which of them and of their columns are below num_rows and
+    D_v.
 
     Batch and head are loaded here, at every use: registers that live through the loop are dearer.
     """
@@ -218,9 +222,9 @@ def consumer(
     INDEX: gl.constexpr, output, rows, worker_start, tasks, scale, memory,
     HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """64 query rows of each task. CARRY_PROBS: P is carried from step to step and P V of a step runs during the
-    softmax of the next. Otherwise the scores are carried, Q K^T of the next step and P V of this one are issued
-    together, and only the other consumers fill the tensor cores during the softmax."""
+    """64 query rows of each task. CARRY_PROBS: P is carried from step to step and P V of a step runs during
+    the softmax of the next. Otherwise the scores are carried, Q K^T of the next step and P V of this one are
+    issued together, and only the other consumers fill the tensor cores during the softmax."""
     CONSUMERS: gl.constexpr = memory.q.shape[0]
     STAGES: gl.constexpr = memory.k.shape[0]
     KV_TILE: gl.constexpr = memory.k.shape[1]
@@ -243,7 +247,8 @@ def consumer(
         mbarrier.wait(memory.q_full.index(INDEX), task_number & 1)
         q = memory.q.index(INDEX)
         scores = issue_scores(q, memory, step)
-        # The accumulator is read while the first product runs: a use before it would wait for all of these loads.
+        # The accumulator is read while the first product runs: a use before it would wait for all of these
+        # loads.
         if FIRST:
             out = gl.zeros((ROWS, DV_TILE), gl.float32, O_LAYOUT)
             row_max = gl.full((ROWS,), MAX_START, gl.float32, S_ROW)
@@ -347,7 +352,8 @@ def forward_kernel(
     HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr,
     FIRST: gl.constexpr,
 ):  # fmt: skip
-    """q_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is read as zero."""
+    """q_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is read as
+    zero."""
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     memory = Memory(
         gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT),
@@ -363,14 +369,21 @@ def forward_kernel(
     # Argument tuples must be written inline: a tuple built before the call does not compile.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer_0, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
-            (consumer_1, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
-            (load_partition, (q_desc, k_desc, v_desc, output, n_q, worker_start, tasks, memory, HEAD_DIM_V, FIRST)),
+            (consumer_0, (output, rows, worker_start, tasks, scale, memory,
+                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+            (consumer_1, (output, rows, worker_start, tasks, scale, memory,
+                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+            (load_partition, (q_desc, k_desc, v_desc, output, n_q, worker_start, tasks, memory,
+                              HEAD_DIM_V, FIRST)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer_0, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
-            (consumer_1, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
-            (consumer_2, (output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
-            (load_partition, (q_desc, k_desc, v_desc, output, n_q, worker_start, tasks, memory, HEAD_DIM_V, FIRST)),
+            (consumer_0, (output, rows, worker_start, tasks, scale, memory,
+                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+            (consumer_1, (output, rows, worker_start, tasks, scale, memory,
+                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+            (consumer_2, (output, rows, worker_start, tasks, scale, memory,
+                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+            (load_partition, (q_desc, k_desc, v_desc, output, n_q, worker_start, tasks, memory,
+                              HEAD_DIM_V, FIRST)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

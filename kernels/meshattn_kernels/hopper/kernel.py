@@ -1,8 +1,8 @@
 """The Hopper kernels as an object: see ``meshattn_kernels.contract.AttentionKernel`` for the methods.
 
-Accumulators: out [B, C, H, D_v] and lse [B, H, C]; dk, dv [B, C, H_kv, D or D_v]; dq [B, H, C, D] with the columns of
-a row permuted (``ordered_add.column_order``), because TMA adds tiles that lie in shared memory in register order.
-"""
+Accumulators: out [B, C, H, D_v] and lse [B, H, C]; dk, dv [B, C, H_kv, D or D_v]; dq [B, H, C, D] with the
+columns of a row permuted (``ordered_add.column_order``), because TMA adds tiles that lie in shared memory in
+register order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -66,10 +66,11 @@ _backward_plans: Kept[BackwardPlan] = Kept()
 
 @dataclass(frozen=True)
 class HopperKernel:
-    """Gluon kernels for compute capability 9.0: bfloat16 and float16, head sizes that are multiples of 16 up to 128
-    (64 and 128 at full speed).
+    """Gluon kernels for compute capability 9.0: bfloat16 and float16, head sizes that are multiples of 16 up
+    to 128 (64 and 128 at full speed).
 
-    workers             resident thread blocks, all multiprocessors by default. Bits do not depend on it. Leave some
+    workers             resident thread blocks, all multiprocessors by default. Bits do not depend on it.
+    Leave some
                         multiprocessors out where another kernel (NCCL's) is resident while these run.
     deterministic       False adds dq in no order, as a control for measurements.
     schedule            name of a backward schedule of ``dash.py``; None is the default of the shape.
@@ -184,8 +185,8 @@ class HopperKernel:
                 dq["dq"].zero_()
             key = (
                 *_identity(q), *_identity(k), *_identity(v), *_identity(do), lse.data_ptr(), delta.data_ptr(),
-                accs[0].data_ptr(), accs[1].data_ptr(), accs[2].data_ptr(), scratch.data_ptr(), q.dtype, plan.number,
-                softmax_scale, first_dq, first_dkv, self.deterministic,
+                accs[0].data_ptr(), accs[1].data_ptr(), accs[2].data_ptr(), scratch.data_ptr(), q.dtype,
+                plan.number, softmax_scale, first_dq, first_dkv, self.deterministic,
             )  # fmt: skip
             launch = _backward_launches.get(key)
             if launch is None:
@@ -205,8 +206,8 @@ class HopperKernel:
         if self.workers is not None and self.workers > available:
             raise ValueError(f"workers is {self.workers}, but {q.device} has {available} multiprocessors")
         return Call(
-            device, self.workers or available, batch, heads, kv_heads, rows_q, rows_k, head_dim, head_dim_v, first,
-            self.schedule,
+            device, self.workers or available, batch, heads, kv_heads, rows_q, rows_k, head_dim, head_dim_v,
+            first, self.schedule,
         )  # fmt: skip
 
 
@@ -280,7 +281,8 @@ def _bind_backward(
             tiles_of(k, n_k, KV_TILE, d_tile), tiles_of(v, n_k, KV_TILE, dv_tile),
             descriptor(dq, dq_shape, dq_strides, (1, q_tile, d_tile // segment, segment)),
             descriptor(init, (2 * plan.num_rows,), (1,), (q_tile,)),
-            dk, dv, dk_parts, dv_parts, mask.start, mask.end, counters, counters[plan.num_dq_counters :], mailbox(),
+            dk, dv, dk_parts, dv_parts, mask.start, mask.end,
+            counters, counters[plan.num_dq_counters :], mailbox(),
             table.worker_start, table.tasks, table.steps,
             mask.lo, mask.hi, n_q, n_k, call.heads, call.kv_heads, table.kv_heads, call.rows_k,
             table.query_tiles, table.kv_tiles, plan.num_rows, scale,
@@ -304,8 +306,8 @@ def _bind_backward(
                     call.kv_heads, table.kv_heads, call.rows_k, table.kv_tiles,
                 ),
                 {
-                    "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "D_TILE": d_tile, "DV_TILE": dv_tile,
-                    "KV_TILE": KV_TILE, "ROWS": PART_ROWS, "FIRST": first[1],
+                    "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "D_TILE": d_tile,
+                    "DV_TILE": dv_tile, "KV_TILE": KV_TILE, "ROWS": PART_ROWS, "FIRST": first[1],
                 },
             )
         )  # fmt: skip
@@ -334,12 +336,12 @@ def _identity_of(intervals: Intervals) -> Any:
     return intervals if isinstance(intervals, BandIntervals) else number_of(intervals)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 

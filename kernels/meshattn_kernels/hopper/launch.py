@@ -1,10 +1,10 @@
-"""Launching with little host time: compiled variants, TMA descriptors and whole launches are made once and kept.
+"""Launching with little host time: compiled variants, TMA descriptors and whole launches are made once and
+kept.
 
-An ordinary Triton launch inspects and specialises every argument and encodes every descriptor anew: about 0.3 ms
-for a kernel with six of them. Here a variant depends on the constants and the types of the tensors alone (no
-integer is specialised, all specialised pointers are multiples of 16), and a launch is a list of numbers that is
-kept under the addresses, shapes and strides that it was made from.
-"""
+An ordinary Triton launch inspects and specialises every argument and encodes every descriptor anew: about
+0.3 ms for a kernel with six of them. Here a variant depends on the constants and the types of the tensors
+alone (no integer is specialised, all specialised pointers are multiples of 16), and a launch is a list of
+numbers that is kept under the addresses, shapes and strides that it was made from."""
 
 from __future__ import annotations
 
@@ -61,14 +61,15 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
 def descriptor(
     tensor: Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]
 ) -> TensorDescriptor:
-    """A descriptor of blocks of the memory of ``tensor`` seen with this shape and these strides (in elements)."""
+    """A descriptor of blocks of the memory of ``tensor`` seen with this shape and these strides (in
+    elements)."""
     address = _Address(tensor.data_ptr(), tensor.dtype)
     return TensorDescriptor(address, list(shape), list(strides), list(block), _layout(block, tensor.dtype))
 
 
 def tiles_of(x: Tensor, num_rows: int, rows: int, columns: int) -> TensorDescriptor:
-    """Descriptor of x [B, S, H, D] as [B, H, S, D] cut off after ``num_rows`` rows: what lies beyond these rows
-    or beyond D is read as zero. x must be ``tma_ready``."""
+    """Descriptor of x [B, S, H, D] as [B, H, S, D] cut off after ``num_rows`` rows: what lies beyond these
+    rows or beyond D is read as zero. x must be ``tma_ready``."""
     batch, all_rows, heads, head_dim = x.shape
     sizes, strides = (batch, heads, all_rows), (x.stride(0), x.stride(2), x.stride(1))
     # The stride of a dim of one element means nothing to torch but must be valid here.
@@ -140,8 +141,8 @@ def _bound(compiled: Any, device: int, grid: int, args: Sequence[Any], constants
 
 
 def _direct_launcher(compiled: Any) -> Any:
-    """The C function that launches a compiled kernel, which Triton 3.6 keeps behind a wrapper that encodes all
-    descriptors on every launch; None where it cannot be found."""
+    """The C function that launches a compiled kernel, which Triton 3.6 keeps behind a wrapper that encodes
+    all descriptors on every launch; None where it cannot be found."""
     try:
         run = compiled.run
         if run.global_scratch_size or run.profile_scratch_size:
@@ -157,7 +158,8 @@ def _direct_launcher(compiled: Any) -> Any:
 
 
 def _flattened(compiled: Any, args: Sequence[Any]) -> list[Any]:
-    """Arguments as the C function takes them: addresses, numbers, encoded descriptors with shape and strides."""
+    """Arguments as the C function takes them: addresses, numbers, encoded descriptors with shape and
+    strides."""
     metadata = iter(compiled.metadata.tensordesc_meta or ())
     flat: list[Any] = []
     for arg in args:

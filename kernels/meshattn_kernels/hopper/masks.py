@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: SIM108 - conditions on constants stand alone
 """Row intervals inside the kernels: which tiles need a mask, and the mask.
 
-Row s sees the keys start(s) <= t < end(s), both non-decreasing in s. So the rows s0 .. s1 see all keys of a tile
-if start(s1) <= the first and the last < end(s0), and only other tiles pay for a mask. MASK says where the bounds
-come from: FULL, every row sees every key and no tile needs a mask; BAND, from s - t between lo and hi; ARRAY,
-from two int32 arrays.
-"""
+Row s sees the keys start(s) <= t < end(s), both non-decreasing in s. So the rows s0 .. s1 see all keys of a
+tile if start(s1) <= the first and the last < end(s0), and only other tiles pay for a mask. MASK says where
+the bounds come from: FULL, every row sees every key and no tile needs a mask; BAND, from s - t between lo
+and hi; ARRAY, from two int32 arrays."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -19,7 +19,8 @@ ARRAY = gl.constexpr(2)
 
 @aggregate
 class Rows:
-    """The intervals of a call as kernel arguments; with a band the pointers are not read, else lo and hi not."""
+    """The intervals of a call as kernel arguments; with a band the pointers are not read, else lo and hi
+    not."""
 
     start: gl.tensor  # pointers to int32 [C_q]
     end: gl.tensor
@@ -36,7 +37,8 @@ class Rows:
 
 @gluon.jit
 def common_keys(rows, first, ROWS: gl.constexpr, MASK: gl.constexpr):
-    """Start and end of the keys that all of the rows first .. first + ROWS - 1 see. Padding rows do not count."""
+    """Start and end of the keys that all of the rows first .. first + ROWS - 1 see. Padding rows do not
+    count."""
     if MASK == ARRAY:
         begin = gl.load(rows.start + gl.minimum(first + ROWS, rows.n_q) - 1)
         end = gl.load(rows.end + gl.minimum(first, rows.n_q - 1))

@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Ordered accumulation: the part of the backward that makes it deterministic.
 
-Every tile of dq receives one contribution from each tile of keys that it sees, computed by different thread blocks.
-They are added to fp32 memory by TMA in a fixed order: counter[head, query tile] holds the turn that is due. One warp
-of each block does nothing else, so a wait never stops the tensor cores until the one buffer is needed again. dk and
-dv of a tile of keys that several blocks share are added in order by the math warps themselves, once a task.
+Every tile of dq receives one contribution from each tile of keys that it sees, computed by different thread
+blocks. They are added to fp32 memory by TMA in a fixed order: counter[head, query tile] holds the turn that
+is due. One warp of each block does nothing else, so a wait never stops the tensor cores until the one buffer
+is needed again. dk and dv of a tile of keys that several blocks share are added in order by the math warps
+themselves, once a task.
 
-An addition is published by release only after it has landed in memory, which ``store_wait`` does not say: it waits
-until shared memory has been read (``wait_group.read``). Hence the ``wait_group 0`` here.
-"""
+An addition is published by release only after it has landed in memory, which ``store_wait`` does not say: it
+waits until shared memory has been read (``wait_group.read``). Hence the ``wait_group 0`` here."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -19,12 +19,13 @@ from meshattn_kernels.hopper.shim import reinterpret, tma_reduce_add
 # A wait can only fail to end if not all blocks are resident or a table is wrong: some ten seconds of reads.
 _SPIN = """{ .reg .pred again, stuck; .reg .b32 seen, reads, worker; mov.b32 reads, 0;
 SPIN: ld.acquire.gpu.global.b32 seen, [$1];
-add.s32 reads, reads, 1; setp.ne.b32 again, seen, $2; setp.gt.s32 stuck, reads, 10000000;
+add.s32 reads, reads, 1; setp.lt.s32 again, seen, $2; setp.gt.s32 stuck, reads, 10000000;
 @stuck bra STUCK;
 @again bra SPIN;
 bra DONE;
 STUCK: mov.u32 worker, %ctaid.x;
-st.volatile.global.b32 [$3+4], worker; st.volatile.global.b32 [$3+8], $2; st.volatile.global.b32 [$3+12], seen;
+st.volatile.global.b32 [$3+4], worker; st.volatile.global.b32 [$3+8], $2;
+st.volatile.global.b32 [$3+12], seen;
 fence.acq_rel.sys; st.volatile.global.b32 [$3], 1; fence.acq_rel.sys; trap;
 DONE: fence.proxy.async.global;
 mov.b32 $0, seen; }"""
@@ -41,8 +42,12 @@ FINISH = gl.constexpr(_FINISH)
 
 @gluon.jit
 def wait_for_count(counter, count, mailbox):
-    """Every thread spins with acquire until *counter == count; what it then does, by TMA too, comes after. If it is in
-    vain, write to ``mailbox`` (failure.py) and trap rather than hang for ever."""
+    """Every thread spins with acquire until *counter >= count; what it then does, by TMA too, comes after.
+
+    Not until they are equal: where threads are counted, the first of them to see its count goes on and counts
+    itself before the last has looked. If a wait is in vain, write to ``mailbox`` (failure.py) and trap rather
+    than hang for ever.
+    """
     return gl.inline_asm_elementwise(
         SPIN, "=r,l,r,l", [counter, count, mailbox], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -67,13 +72,15 @@ def count_thread(counter):
 
 @gluon.constexpr_function
 def segment_of(head_dim):
-    """fp32 values of a row of dq that TMA swizzles as one line: 128 bytes, or 64 where the head size asks for it."""
+    """fp32 values of a row of dq that TMA swizzles as one line: 128 bytes, or 64 where the head size asks
+    for it."""
     return 32 if head_dim % 32 == 0 else 16
 
 
 @gluon.constexpr_function
 def column_order(d_tile, segment):
-    """Which bit of a column is bit 0, 1, ... of its place in a row of dq: never mixes columns of two segments."""
+    """Which bit of a column is bit 0, 1, ... of its place in a row of dq: never mixes columns of two
+    segments."""
     if d_tile == 128:
         return [0, 3, 1, 2, 4, 5, 6]
     return [0, 3, 1, 4, 2, 5] if segment == 32 else [0, 3, 1, 2, 4, 5]
@@ -81,13 +88,14 @@ def column_order(d_tile, segment):
 
 @gluon.constexpr_function
 def dq_shared_layout(q_tile, d_tile, segment):
-    """How a tile of dq lies in shared memory: each thread stores whole 16-byte vectors, without bank conflicts.
+    """How a tile of dq lies in shared memory: each thread stores whole 16-byte vectors, without bank
+    conflicts.
 
-    Entry i is the (row, column) that bit i of the offset stands for. Columns are permuted inside a row, so that two
-    pairs that one thread holds (columns c and c + 8) meet; then come rows. On its way out TMA swaps 16-byte units
-    inside a line by XOR of offset bits 2, 3, .. with bits 5, 6, ..; the same XOR here makes global memory plain. With
-    segments of 32 the lanes that store together (two rows, four vectors each) hit all banks.
-    """
+    Entry i is the (row, column) that bit i of the offset stands for. Columns are permuted inside a row, so
+    that two pairs that one thread holds (columns c and c + 8) meet; then come rows. On its way out TMA swaps
+    16-byte units inside a line by XOR of offset bits 2, 3, .. with bits 5, 6, ..; the same XOR here makes
+    global memory plain. With segments of 32 the lanes that store together (two rows, four vectors each) hit
+    all banks."""
     plain = [[0, 1 << bit] for bit in column_order(d_tile, segment)]
     row = 1
     while row < q_tile:

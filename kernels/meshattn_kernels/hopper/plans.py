@@ -1,4 +1,5 @@
-"""What a call needs beside tensors, made once a shape and mask: tile sizes, tables on the device, kind of mask."""
+"""What a call needs beside tensors, made once a shape and mask: tile sizes, tables on the device, kind of
+mask."""
 
 from __future__ import annotations
 
@@ -130,8 +131,8 @@ class BackwardPlan:
 
     @property
     def sharing(self) -> int:
-        """Who stores a tile of dk, dv. Parts need no waits, but memory and another pass: two tasks a tile, as in
-        schedules that cut walks in two, are faster in turn."""
+        """Who stores a tile of dk, dv. Parts need no waits, but memory and another pass: two tasks a tile,
+        as in schedules that cut walks in two, are faster in turn."""
         turns = self.table.max_dkv_turns
         if turns == 1:
             return ALONE
@@ -150,8 +151,8 @@ class BackwardPlan:
 
     @cached_property
     def scratch_sizes(self) -> tuple[int, int, int, int]:
-        """4-byte elements of the initial rows, the counters, and the parts of dk and of dv; each begins at a multiple
-        of 16 bytes."""
+        """4-byte elements of the initial rows, the counters, and the parts of dk and of dv; each begins at a
+        multiple of 16 bytes."""
         part_rows = self.num_parts * KV_TILE * (self.sharing == PARTS)
         counters = -(-self.num_counters // 4) * 4
         return 2 * self.num_rows, counters, part_rows * self.call.head_dim, part_rows * self.call.head_dim_v
@@ -241,9 +242,10 @@ def _make_forward(intervals: Intervals, call: Call) -> ForwardPlan:
 
 
 def forward_tasks(intervals: Intervals, call: Call, block: int) -> tuple[list[int], list[list[int]]]:
-    """Bounds of each worker's tasks, and the tasks: batch, query head, key/value head, query block, first tile of
-    keys, number of tiles, 0, 0. Longest first within a set of heads, to the worker that is free first; no result
-    depends on who does a task. ``first`` calls have a task for every row, others only where a key is seen."""
+    """Bounds of each worker's tasks, and the tasks: batch, query head, key/value head, query block, first
+    tile of keys, number of tiles, 0, 0. Longest first within a set of heads, to the worker that is free
+    first; no result depends on who does a task. ``first`` calls have a task for every row, others only where
+    a key is seen."""
     ranges = []
     for number, (low, high) in enumerate(_key_ranges(intervals, call.rows_q, block)):
         tiles = -(-high // KV_TILE) - low // KV_TILE if low < high else 0
@@ -294,7 +296,8 @@ def _choose_table(ranges: TileRanges, call: Call) -> ScheduleTable:
     tasks = heads * sum(length > 0 for length in ranges.lengths)
     if table.max_dkv_turns <= 2 or not ranges.is_uniform or tasks > FEW_TASKS:
         return table
-    # Few tasks over split groups: parts make a second store cheap, and a shift saves the chain of turns at the start.
+    # Few tasks over split groups: parts make a second store cheap, and a shift saves the chain of turns at
+    # the start.
     wave = max(1, min(tasks, SPLIT_SHIFT_SPAN) // heads)
     return build_table(
         "split_shift", ranges, heads=heads, kv_heads=kv_heads, workers=call.workers, heads_in_flight=heads,

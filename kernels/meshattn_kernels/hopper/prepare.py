@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Small memory-bound kernels around the backward, in plain Triton: its initial rows before, dq in order after."""
+"""Small memory-bound kernels around the backward, in plain Triton: its initial rows before, dq in order
+after."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ def prepare_kernel(
 ):  # fmt: skip
     """What the accumulators of S and dP start at, and counters at zero.
 
-    lse, delta [B * H, chunk_rows]; init [2, num_rows] with num_rows = B * H * padded_rows: -lse / scale, then -delta.
-    Rows from n_q on and rows that see no key (lse = -inf) get -inf and 0: whatever is added, p = exp2(-inf) = 0.
-    """
+    lse, delta [B * H, chunk_rows]; init [2, num_rows] with num_rows = B * H * padded_rows: -lse / scale,
+    then -delta. Rows from n_q on and rows that see no key (lse = -inf) get -inf and 0: whatever is added, p
+    = exp2(-inf) = 0."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = at // padded_rows
     row = at - head * padded_rows
@@ -60,8 +61,8 @@ def finish_dq_kernel(
 
 @triton.jit(do_not_specialize=["dk_vectors", "dv_vectors", "scale"])
 def finish_dkv_kernel(dk_acc, dv_acc, dk_ptr, dv_ptr, dk_vectors, dv_vectors, scale, BLOCK: tl.constexpr):
-    """dk = scale * dk_acc, dv = dv_acc, flat. Sizes come in vectors of 16, so that masks are known to be those of
-    whole vectors."""
+    """dk = scale * dk_acc, dv = dv_acc, flat. Sizes come in vectors of 16, so that masks are known to be
+    those of whole vectors."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_dk, in_dv = at < dk_vectors.to(tl.int64) * 16, at < dv_vectors.to(tl.int64) * 16
     dk = tl.load(dk_acc + at, mask=in_dk)
@@ -81,9 +82,8 @@ def add_parts_kernel(
 ):  # fmt: skip
     """dk, dv [B, C_k, H_kv, D or D_v] = or += the parts of their tiles, in the order of turns.
 
-    Parts are [turns, B * H_kv, num_tiles, KV_TILE, D or D_v]; num_parts [num_tiles] says how many a tile has, 0 if
-    its only task has stored it already.
-    """
+    Parts are [turns, B * H_kv, num_tiles, KV_TILE, D or D_v]; num_parts [num_tiles] says how many a tile
+    has, 0 if its only task has stored it already."""
     PIECES: tl.constexpr = KV_TILE // ROWS
     piece = tl.program_id(0) % PIECES
     tile = tl.program_id(0) // PIECES % num_tiles
@@ -129,7 +129,8 @@ def add_parts(
     parts_ptr, acc_ptr, first, step, row, real, parts, kv_heads,
     DIM: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One piece of a tile: ``first`` and ``step`` are rows of ``parts_ptr``, ``row`` those within the tile."""
+    """One piece of a tile: ``first`` and ``step`` are rows of ``parts_ptr``, ``row`` those within the
+    tile."""
     column = tl.arange(0, TILE)
     mask = real[:, None] & (column < DIM)[None, :]
     at = acc_ptr + row[:, None] * (kv_heads * DIM) + column[None, :]
