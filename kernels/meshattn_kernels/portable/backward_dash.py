@@ -139,11 +139,10 @@ def dash_kernel(
             dq_mask = (r0 + lane < rows)[:, None] & (tl.arange(0, PADDED_D) < D)[None, :]
             if ORDERED:
                 dq = begin_turn(head_counters_ptr + query_tile, turn, dq)
+                # Predicates, no branch: triton 3.6 cannot compile one that uses an asynchronous product.
                 if FIRST_DQ:
-                    if turn == 0:
-                        tl.store(dq_ptrs, dq, mask=dq_mask)
-                    else:
-                        tl.atomic_add(dq_ptrs, dq, mask=dq_mask, sem="relaxed")
+                    tl.store(dq_ptrs, dq, mask=dq_mask & (turn == 0))
+                    tl.atomic_add(dq_ptrs, dq, mask=dq_mask & (turn > 0), sem="relaxed")
                 else:
                     tl.atomic_add(dq_ptrs, dq, mask=dq_mask, sem="relaxed")
                 end_turn(head_counters_ptr + query_tile, turn)
