@@ -1,0 +1,65 @@
+"""The figures of the README are those that the code gives; the planned ones are recomputed here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from meshattn.plan import CallShape, Tile, choose_tile, total_bytes
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+PLANNED = re.findall(
+    r"^\| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| (\d+x\d+) \| (\d+) % \|$", README, re.MULTILINE
+)
+PASSES = ("forward", "backward")
+
+
+@pytest.mark.parametrize("row", PLANNED, ids=lambda row: f"P{row[0]}-g{row[1]}")
+def test_planned_traffic(row: tuple[str, ...]) -> None:
+    ranks, group, ring, best, tile, less = row
+    shape = CallShape(
+        batch=1,
+        rows=2**20 // int(ranks),
+        heads=32,
+        kv_heads=32 // int(group),
+        head_dim=128,
+        head_dim_v=128,
+        itemsize=2,
+        reduce_itemsize=4,
+        acc_itemsize=4,
+        causal=True,
+    )
+    chosen = choose_tile(int(ranks), shape)
+    of_ring, of_best = (_both(t, shape) / 2**30 for t in (Tile(1, int(ranks)), chosen))
+    assert str(chosen) == tile
+    assert (f"{of_ring:.1f}", f"{of_best:.1f}") == (ring, best)
+    assert f"{100 * (1 - of_best / of_ring):.0f}" == less
+
+
+def test_bytes_of_the_demo() -> None:
+    """3 x 2048 tokens on four ranks, 2 layers, 2 heads of size 48, float32."""
+    shape = CallShape(
+        batch=3,
+        rows=512,
+        heads=2,
+        kv_heads=2,
+        head_dim=48,
+        head_dim_v=48,
+        itemsize=4,
+        reduce_itemsize=4,
+        acc_itemsize=4,
+        causal=True,
+    )
+    for way in PASSES:
+        ring, mesh = (2 * total_bytes(way, tile, shape) for tile in (Tile(1, 4), Tile(2, 2)))
+        assert f"| bytes {way} | 0 | {ring:,} | {mesh:,} |" in README
+
+
+def test_the_table_was_found() -> None:
+    assert len(PLANNED) == 6
+
+
+def _both(tile: Tile, shape: CallShape) -> int:
+    return sum(total_bytes(way, tile, shape) for way in PASSES)
