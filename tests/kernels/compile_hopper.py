@@ -98,6 +98,7 @@ def forward(
         "q_desc": tile(dtype, 1, 1, 64, d_tile),
         "k_desc": tile(dtype, 1, 1, KV_TILE, d_tile),
         "v_desc": tile(dtype, 1, 1, KV_TILE, dv_tile),
+        "out_desc": tile("fp32", 1, 1, 64, dv_tile),
     }
     constants = {
         "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,

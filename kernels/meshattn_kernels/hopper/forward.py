@@ -39,16 +39,20 @@ class Memory:
     q: gl.shared_memory_descriptor  # [CONSUMERS, 64, D_TILE]
     k: gl.shared_memory_descriptor  # [STAGES, KV_TILE, D_TILE]
     v: gl.shared_memory_descriptor  # [STAGES, KV_TILE, DV_TILE]
+    out: gl.shared_memory_descriptor  # fp32 [CONSUMERS, 64, DV_TILE], of earlier blocks
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
+    out_full: gl.shared_memory_descriptor
+    out_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty):
-        self.q, self.k, self.v = q, k, v
+    def __init__(self, q, k, v, out, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_full, out_empty):
+        self.q, self.k, self.v, self.out = q, k, v, out
+        self.out_full, self.out_empty = out_full, out_empty
         self.q_full, self.q_empty, self.k_full, self.k_empty = q_full, q_empty, k_full, k_empty
         self.v_full, self.v_empty = v_full, v_empty
 
@@ -68,27 +72,7 @@ class Output:
 
 
 @gluon.jit
-def prefetch_out(output, task_row, num_rows, CONSUMERS: gl.constexpr, HEAD_DIM_V: gl.constexpr):
-    """Bring the rows of out that a task will merge into to the L2 cache, 32 lines of 128 bytes at a time."""
-    LINES: gl.constexpr = (HEAD_DIM_V * 4 + 127) // 128
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    head = gl.load(task_row + 1)
-    first_row = gl.load(task_row + 3) * (CONSUMERS * ROWS)
-    first = gl.load(task_row).to(gl.int64) * output.rows
-    for i in range(CONSUMERS * ROWS * LINES // 32):
-        line = i * 32 + gl.arange(0, 32, layout=LAYOUT)
-        row = gl.minimum(first_row + line // LINES, num_rows - 1)
-        at = output.out + ((first + row) * output.heads + head) * HEAD_DIM_V + line % LINES * 32
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def load_partition(
-    q_desc, k_desc, v_desc, output, num_rows, worker_start, tasks, memory,
-    HEAD_DIM_V: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
+def load_partition(q_desc, k_desc, v_desc, out_desc, worker_start, tasks, memory, FIRST: gl.constexpr):
     CONSUMERS: gl.constexpr = memory.q.shape[0]
     D_TILE: gl.constexpr = memory.q.shape[2]
     DV_TILE: gl.constexpr = memory.v.shape[2]
@@ -97,8 +81,7 @@ def load_partition(
     worker = gl.program_id(0)
     step = 0
     task_number = 0
-    last_task = gl.load(worker_start + worker + 1)
-    for task in range(gl.load(worker_start + worker), last_task):
+    for task in range(gl.load(worker_start + worker), gl.load(worker_start + worker + 1)):
         row = tasks + task * TASK_FIELDS
         batch = gl.load(row)
         head = gl.load(row + 1)
@@ -106,6 +89,14 @@ def load_partition(
         block = gl.load(row + 3)
         first_tile = gl.load(row + 4)
         num_tiles = gl.load(row + 5)
+        if not FIRST:  # before q: its place is free long before that of q
+            for c in gl.static_range(CONSUMERS):
+                mbarrier.wait(memory.out_empty.index(c), (task_number & 1) ^ 1)
+                mbarrier.expect(memory.out_full.index(c), ROWS * DV_TILE * 4)
+                load_tile(
+                    out_desc, [batch, head, (block * CONSUMERS + c) * ROWS, 0], memory.out_full.index(c),
+                    reinterpret(memory.out.index(c), [1, 1, ROWS, DV_TILE], out_desc.layout),
+                )  # fmt: skip
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(memory.q_empty.index(c), (task_number & 1) ^ 1)
             mbarrier.expect(memory.q_full.index(c), ROWS * D_TILE * 2)
@@ -129,9 +120,6 @@ def load_partition(
                 v_desc, [batch, kv_head, key, 0], memory.v_full.index(stage),
                 reinterpret(memory.v.index(stage), [1, 1, KV_TILE, DV_TILE], v_desc.layout),
             )  # fmt: skip
-            if not FIRST:
-                if (i == 0) & (task + 1 < last_task):
-                    prefetch_out(output, row + TASK_FIELDS, num_rows, CONSUMERS, HEAD_DIM_V)
             step += 1
         task_number += 1
 
@@ -254,10 +242,11 @@ def consumer(
             row_max = gl.full((ROWS,), MAX_START, gl.float32, S_ROW)
             row_sum = gl.full((ROWS,), 0.0, gl.float32, S_ROW)
         else:
-            out_at, out_mask = out_addresses(output, task_row, first_row, rows.n_q, HEAD_DIM_V, O_LAYOUT)
             lse_at, lse_mask = lse_addresses(output, task_row, first_row, rows.n_q, S_ROW)
             lse = gl.load(lse_at, mask=lse_mask, other=float("-inf"))
-            out = gl.load(out_at, mask=out_mask, other=0.0)
+            mbarrier.wait(memory.out_full.index(INDEX), task_number & 1)
+            out = memory.out.index(INDEX).load(O_LAYOUT)
+            mbarrier.arrive(memory.out_empty.index(INDEX), count=1)
             row_max = gl.maximum(lse * LOG2E, MAX_START)
             row_sum = gl.where(lse > float("-inf"), 1.0, 0.0)
         scores = warpgroup_mma_wait(0, deps=[scores])
@@ -346,7 +335,7 @@ def consumer_2(
     do_not_specialize_on_alignment=["lse_ptr", "start_ptr", "end_ptr", "worker_start", "tasks"],
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, start_ptr, end_ptr, worker_start, tasks,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, start_ptr, end_ptr, worker_start, tasks,
     lo, hi, n_q, n_k, num_rows, heads, scale,
     CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr,
@@ -355,13 +344,17 @@ def forward_kernel(
     """q_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is read as
     zero."""
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+    OUT_TILES: gl.constexpr = 1 if FIRST else CONSUMERS
     memory = Memory(
         gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT),
         gl.allocate_shared_memory(k_desc.dtype, [STAGES, KV_TILE, D_TILE], TILE_LAYOUT),
         gl.allocate_shared_memory(v_desc.dtype, [STAGES, KV_TILE, DV_TILE], TILE_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [OUT_TILES, ROWS, DV_TILE], OUT_LAYOUT),
         new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1),
         new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS),
         new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS),
+        new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1),
     )  # fmt: skip
     rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
     output = Output(out_ptr, lse_ptr, num_rows, heads)
@@ -373,8 +366,7 @@ def forward_kernel(
                           HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
             (consumer_1, (output, rows, worker_start, tasks, scale, memory,
                           HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
-            (load_partition, (q_desc, k_desc, v_desc, output, n_q, worker_start, tasks, memory,
-                              HEAD_DIM_V, FIRST)),
+            (load_partition, (q_desc, k_desc, v_desc, out_desc, worker_start, tasks, memory, FIRST)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -384,6 +376,5 @@ def forward_kernel(
                           HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
             (consumer_2, (output, rows, worker_start, tasks, scale, memory,
                           HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
-            (load_partition, (q_desc, k_desc, v_desc, output, n_q, worker_start, tasks, memory,
-                              HEAD_DIM_V, FIRST)),
+            (load_partition, (q_desc, k_desc, v_desc, out_desc, worker_start, tasks, memory, FIRST)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

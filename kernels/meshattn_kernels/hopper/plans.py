@@ -16,8 +16,7 @@ from torch import Tensor
 
 from meshattn_kernels.dash import LOAD, STORE, ScheduleTable, build_table, choose_schedule
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
-from meshattn_kernels.schedules import SPLIT_SHIFT_SPAN
-from meshattn_kernels.tile_ranges import TileRanges, visible_ranges
+from meshattn_kernels.tile_ranges import visible_ranges
 
 FULL, BAND, ARRAY = 0, 1, 2
 """Kinds of mask: those of masks.py, as plain integers."""
@@ -26,9 +25,6 @@ ALONE, IN_TURN, PARTS = 0, 1, 2
 """Who stores a tile of dk, dv: the values of SHARED in backward_math.py."""
 MAX_PART_ROWS = 2**18
 """Rows of keys of all parts of a call, beyond which tasks add in turn instead: 256 MiB at head size 128."""
-
-FEW_TASKS = 264
-"""Two for each multiprocessor of a large GPU; a constant, so that turns do not depend on the GPU."""
 
 KV_TILE = 128
 CONSUMER_ROWS = 64
@@ -286,31 +282,18 @@ def _key_ranges(intervals: Intervals, rows: int, block: int) -> list[tuple[int, 
     return ranges
 
 
-def _choose_table(ranges: TileRanges, call: Call) -> ScheduleTable:
-    heads, kv_heads = call.batch * call.heads, call.batch * call.kv_heads
-    if call.schedule is not None:
-        return build_table(call.schedule, ranges, heads=heads, kv_heads=kv_heads, workers=call.workers)
-    table = choose_schedule(
-        ranges, heads=heads, kv_heads=kv_heads, head_dim=call.head_tile, workers=call.workers
-    )
-    tasks = heads * sum(length > 0 for length in ranges.lengths)
-    if table.max_dkv_turns <= 2 or not ranges.is_uniform or tasks > FEW_TASKS:
-        return table
-    # Few tasks over split groups: parts make a second store cheap, and a shift saves the chain of turns at
-    # the start.
-    wave = max(1, min(tasks, SPLIT_SHIFT_SPAN) // heads)
-    return build_table(
-        "split_shift", ranges, heads=heads, kv_heads=kv_heads, workers=call.workers, heads_in_flight=heads,
-        split_heads=True, wave=wave,
-    )  # fmt: skip
-
-
 def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
     device = torch.device("cuda", call.device)
     mask = _mask(intervals, device)
     q_tile = 64 if call.head_tile == 128 else 128
     ranges = visible_ranges(intervals, call.rows_q, call.rows_k, q_tile, KV_TILE)
-    table = _choose_table(ranges, call)
+    heads, kv_heads = call.batch * call.heads, call.batch * call.kv_heads
+    if call.schedule is None:
+        table = choose_schedule(
+            ranges, heads=heads, kv_heads=kv_heads, head_dim=call.head_tile, workers=call.workers
+        )
+    else:
+        table = build_table(call.schedule, ranges, heads=heads, kv_heads=kv_heads, workers=call.workers)
     both = LOAD | STORE
     shared = table.tasks[table.tasks[:, 6] >= 0]
     one_head = shared[shared[:, 1] == shared[0, 1], 2] if len(shared) else shared[:, 2]
