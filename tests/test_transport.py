@@ -30,7 +30,7 @@ def _on_ranks(
     ranks: int, backend: Backend, fn: Callable[[Transport, int], Any], timeout: float = 20.0
 ) -> list[Any]:
     def on_rank(group: Any) -> Any:
-        connection = connect(group, "auto", timeout)
+        connection = connect(group, timeout)
         return fn(connection.transport, connection.rank)
 
     return run_ranks(ranks, on_rank, backend, timeout=40)
@@ -77,7 +77,7 @@ def test_all_gather_on_processes_follows_the_list_of_ranks() -> None:
     members = [2, 0, 1]
 
     def on_rank(_: object) -> tuple[int, list[float]]:
-        connection = connect(members, "p2p", 20.0)
+        connection = connect(members, 20.0)
         parts = connection.transport.all_gather(torch.tensor([float(dist.get_rank())]))
         return connection.rank, [float(part) for part in parts]
 
@@ -153,7 +153,7 @@ def test_connections_of_one_simulated_group_do_not_mix() -> None:
     """Also if the ranks start their exchanges in different orders."""
 
     def on_rank(group: Any) -> list[int]:
-        first, second = (connect(group, "auto", 10.0).transport for _ in range(2))
+        first, second = (connect(group, 10.0).transport for _ in range(2))
         received = [torch.empty(16, dtype=torch.uint8) for _ in range(2)]
         order = (0, 1) if group.rank == 0 else (1, 0)
         handles = {
@@ -211,14 +211,14 @@ def test_buffers_with_gaps_are_refused(backend: Backend) -> None:
 
 def test_what_a_connection_says_of_itself() -> None:
     def simulated(group: Any) -> tuple[int, int, tuple[int, ...], str]:
-        connection = connect(group, "threads", 5.0)
+        connection = connect(group, 5.0)
         assert "simulated" in connection.reason
         return connection.rank, connection.size, connection.names, connection.transport.name
 
     assert run_ranks(2, simulated) == [(rank, 2, (0, 1), "threads") for rank in range(2)]
 
     def processes(_: object) -> tuple[int, int, tuple[int, ...], str]:
-        connection = connect([2, 1], "p2p", 20.0) if dist.get_rank() else connect([0], "auto", 20.0)
+        connection = connect([2, 1], 20.0) if dist.get_rank() else connect([0], 20.0)
         return connection.rank, connection.size, connection.names, connection.transport.name
 
     assert run_ranks(3, processes, "gloo") == [

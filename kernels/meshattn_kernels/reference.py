@@ -31,8 +31,8 @@ class ReferenceKernel:
     """See ``AttentionKernel`` for the methods. ``block_q`` and ``block_k`` are the rows and keys of a
     block."""
 
-    block_q: int = 512
-    block_k: int = 512
+    block_q: int = 128
+    block_k: int = 256
 
     name: ClassVar[str] = "reference"
     deterministic: ClassVar[bool] = True
