@@ -34,7 +34,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 # Without GPUs in sight, so that the same happens on every machine (and autograd can run in forked ranks).
 test: $(ENV)
-	CUDA_VISIBLE_DEVICES= $(RUN) -m pytest
+	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(RUN) -m pytest
 
 test-slow: $(ENV)
 	$(RUN) -m pytest -m "slow and not gpu and not multigpu" --timeout 3600
