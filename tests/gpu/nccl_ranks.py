@@ -16,7 +16,7 @@ import torch.distributed as dist
 import meshattn as ma
 from cases import Results, Shape
 from distributed import LAYOUTS, Case, assert_equals_oracle, assert_same_bits, run_case
-from meshattn.plan import CallShape, tiles, total_bytes
+from meshattn.plan import CallShape, Tile, tiles, total_bytes
 
 SHAPES = (Shape(B=2, S=157, H=6, H_kv=3, D=64), Shape(B=1, S=89, H=4, H_kv=1, D=32, D_v=16))
 
@@ -24,8 +24,14 @@ SHAPES = (Shape(B=2, S=157, H=6, H_kv=3, D=64), Shape(B=1, S=89, H=4, H_kv=1, D=
 def main() -> None:
     local = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60), device_id=torch.device("cuda", local)
+    )
     ranks = dist.get_world_size()
+    if dist.get_rank() == 1:  # a device bound to the default group must not make this a matter of all ranks
+        alone = ma.init_attention_mesh([1], tile=(1, 1), timeout=60)
+        case = Case(Tile(1, 1), SHAPES[0], dtype=torch.float32)
+        assert_equals_oracle(case, [run_case(alone, case, device="cuda")])
     meshes = {tile: ma.init_attention_mesh(tile=tile, timeout=60) for tile in tiles(ranks)}
     for number, shape in enumerate(SHAPES):
         for tile, mesh in meshes.items():
