@@ -86,7 +86,10 @@ def forward_kernel(
         acc = tl.load(out_ptrs, mask=stored[:, None] & (dim < D_V)[None, :], other=0.0)
     if begin < stop:
         scale_log2 = scale * LOG2E
-        start, end = row_bounds(r0 + tl.minimum(lane, n_q - 1 - r0), start_ptr, end_ptr, lo, hi, n_k, BAND)
+        if FIRST:
+            start, end = row_bounds(
+                r0 + tl.minimum(lane, n_q - 1 - r0), start_ptr, end_ptr, lo, hi, n_k, BAND
+            )
         q = load_tile(q_ptr, r0, n_q, q_stride_s, Q_TILE, D, PADDED_D)
         for t0 in tl.range(begin, stop, KV_TILE, num_stages=STAGES, disable_licm=True):
             k = load_tile(k_ptr, t0, n_k, k_stride_s, KV_TILE, D, PADDED_D)
