@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from meshattn_kernels.hopper import kernel, plans
+from meshattn_kernels.hopper import bind, plans
 from meshattn_kernels.hopper.backward import backward_kernel
 from meshattn_kernels.hopper.forward import forward_kernel
 from meshattn_kernels.hopper.ordered_add import segment_of
@@ -135,7 +135,7 @@ def backward(
     }
     constants = {
         "Q_TILE": q_tile, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile, "HEAD_DIM": head_dim,
-        "HEAD_DIM_V": head_dim_v, "STAGES": kernel.STAGES, "Q_HALVES": q_tile // 64, "MASK": mask,
+        "HEAD_DIM_V": head_dim_v, "STAGES": bind.STAGES, "Q_HALVES": q_tile // 64, "MASK": mask,
         "FIRST_DQ": first_dq, "FIRST_DKV": first_dkv, "GROUPED": grouped, "SHARED": shared,
         "ORDERED": ordered,
     }  # fmt: skip
@@ -153,20 +153,20 @@ def backward(
 
 
 def small_kernels() -> Iterator[Variant]:
-    yield Variant("prepare", prepare_kernel, 4, {}, {"BLOCK": kernel.PREPARE_BLOCK})
+    yield Variant("prepare", prepare_kernel, 4, {}, {"BLOCK": bind.PREPARE_BLOCK})
     types = {"dq_ptr": "*bf16", "dk_ptr": "*bf16", "dv_ptr": "*bf16"}
     for head_dim in (48, 64, 128):
         constants = {
             "HEAD_DIM": head_dim, "D_TILE": head_tile(head_dim), "SEGMENT": segment_of(head_dim),
-            "ROWS": kernel.FINISH_ROWS,
+            "ROWS": bind.FINISH_ROWS,
         }  # fmt: skip
         yield Variant(f"finish dq D{head_dim}", finish_dq_kernel, 4, types, constants)
     constants = {
         "HEAD_DIM": 96, "HEAD_DIM_V": 64, "D_TILE": 128, "DV_TILE": 64, "KV_TILE": KV_TILE,
-        "ROWS": kernel.PART_ROWS, "FIRST": False,
+        "ROWS": bind.PART_ROWS, "FIRST": False,
     }  # fmt: skip
     yield Variant("add parts", add_parts_kernel, 4, {"num_parts": "*i32"}, constants)
-    yield Variant("finish dkv", finish_dkv_kernel, 4, types, {"BLOCK": kernel.FINISH_BLOCK})
+    yield Variant("finish dkv", finish_dkv_kernel, 4, types, {"BLOCK": bind.FINISH_BLOCK})
 
 
 def covering_set() -> Iterator[Variant]:

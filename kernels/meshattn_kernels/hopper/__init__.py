@@ -6,7 +6,8 @@ from __future__ import annotations
 from meshattn_kernels.contract import AttentionKernel
 
 OLDEST_TRITON = (3, 6)
-FIRST_UNKNOWN_TRITON = (3, 9)
+FIRST_UNKNOWN_TRITON = (3, 8)
+"""With 3.8 some variants spill kilobytes or have their products serialised, and 3.9 renames functions."""
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from meshattn_kernels.hopper.masks import FULL, common_keys, row_ends, row_starts
+from meshattn_kernels.hopper.masks import ARRAY, BAND, FULL, common_keys, row_ends, row_starts
 from meshattn_kernels.hopper.ordered_add import count_thread, dq_shared_layout, segment_of, wait_for_count
 from meshattn_kernels.hopper.shim import LOG2E, reinterpret
 
@@ -301,7 +301,7 @@ def math_partition(
         for t in range(num_steps):
             stage = step % STAGES
             entry = 0
-            if MASK != FULL:
+            if MASK == BAND:
                 entry = gl.load(steps + first_step + t + 1)
             mbarrier.wait(memory.q_full.index(stage), (step // STAGES) & 1)
             if Q_HALVES == 1:
@@ -332,6 +332,8 @@ def math_partition(
                     exp2_scale,
                     MASK,
                 )
+            if MASK == ARRAY:  # here, for want of registers
+                entry = gl.load(steps + first_step + t + 1)
             if MASK != FULL:  # for the next step; arrays are read while dk runs
                 first_row = (entry & 0xFFFF) * Q_TILE
                 common_start, common_end = common_keys(rows, first_row, Q_TILE, MASK)

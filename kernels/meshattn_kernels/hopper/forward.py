@@ -20,10 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from meshattn_kernels.hopper.masks import FULL, Rows, common_keys, row_ends, row_starts
+from meshattn_kernels.hopper.output import ROWS, Output, lse_addresses, out_addresses
 from meshattn_kernels.hopper.shim import LN2, LOG2E, aggregate, load_tile, new_barriers, reinterpret
 
-ROWS = gl.constexpr(64)
-"""Query rows of a consumer: what one warpgroup instruction takes."""
 MAX_START = gl.constexpr(-1e30)
 """Finite, so that exp2(old maximum - new maximum) is never inf - inf."""
 TASK_FIELDS = gl.constexpr(8)
@@ -55,20 +54,6 @@ class Memory:
         self.out_full, self.out_empty = out_full, out_empty
         self.q_full, self.q_empty, self.k_full, self.k_empty = q_full, q_empty, k_full, k_empty
         self.v_full, self.v_empty = v_full, v_empty
-
-
-@aggregate
-class Output:
-    """The accumulators and their sizes: out [B, C, H, D_v] and lse [B, H, C], contiguous."""
-
-    out: gl.tensor
-    lse: gl.tensor
-    rows: gl.tensor
-    heads: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, out, lse, rows, heads):
-        self.out, self.lse, self.rows, self.heads = out, lse, rows, heads
 
 
 @gluon.jit
@@ -178,31 +163,6 @@ def online_softmax(
     probs = gl.exp2(scores * exp2_scale - new_max[:, None])
     rescale = gl.exp2(row_max - new_max)
     return probs, new_max, row_sum * rescale + gl.sum(probs, 1), rescale
-
-
-@gluon.jit
-def out_addresses(output, task_row, first_row, num_rows, HEAD_DIM_V: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where the 64 rows of a task lie in out, and which of them and of their columns are below num_rows and
-    D_v.
-
-    Batch and head are loaded here, at every use: registers that live through the loop are dearer.
-    """
-    DV_TILE: gl.constexpr = LAYOUT.instr_shape[1]
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, DV_TILE, layout=gl.SliceLayout(0, LAYOUT))
-    batch = gl.load(task_row).to(gl.int64)
-    head = gl.load(task_row + 1)
-    tile = output.out + ((batch * output.rows + first_row) * output.heads + head) * HEAD_DIM_V
-    offset = (row * (output.heads * HEAD_DIM_V))[:, None] + column[None, :]
-    return tile + offset, (first_row + row < num_rows)[:, None] & (column < HEAD_DIM_V)[None, :]
-
-
-@gluon.jit
-def lse_addresses(output, task_row, first_row, num_rows, LAYOUT: gl.constexpr):
-    """Where the 64 rows of a task lie in lse, and which of them are below num_rows."""
-    row = first_row + gl.arange(0, ROWS, layout=LAYOUT)
-    head = gl.load(task_row) * output.heads + gl.load(task_row + 1)
-    return output.lse + head.to(gl.int64) * output.rows + row, row < num_rows
 
 
 @gluon.jit

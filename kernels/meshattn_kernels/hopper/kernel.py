@@ -2,13 +2,13 @@
 
 Accumulators: out [B, C, H, D_v] and lse [B, H, C]; dk, dv [B, C, H_kv, D or D_v]; dq [B, H, C, D] with the
 columns of a row permuted (``ordered_add.column_order``), because TMA adds tiles that lie in shared memory in
-register order."""
+register order.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -17,50 +17,16 @@ import torch
 from torch import Tensor
 
 from meshattn_kernels.contract import AccumulatorKind
-from meshattn_kernels.hopper.backward import backward_kernel
-from meshattn_kernels.hopper.failure import mailbox
-from meshattn_kernels.hopper.forward import forward_kernel
-from meshattn_kernels.hopper.launch import Kept, Kernel, Launch, descriptor, tiles_of, tma_ready
-from meshattn_kernels.hopper.ordered_add import segment_of
-from meshattn_kernels.hopper.plans import (
-    BAND,
-    CONSUMER_ROWS,
-    FULL,
-    KV_TILE,
-    PARTS,
-    BackwardPlan,
-    Call,
-    ForwardPlan,
-    backward_plan,
-    forward_plan,
-    head_tile,
-    number_of,
-)
-from meshattn_kernels.hopper.prepare import (
-    add_parts_kernel,
-    finish_dkv_kernel,
-    finish_dq_kernel,
-    prepare_kernel,
-)
+from meshattn_kernels.hopper.bind import bind_backward, bind_forward, finished_dkv, finished_dq, on_device
+from meshattn_kernels.hopper.launch import Kept, Launch, tma_ready
+from meshattn_kernels.hopper.plans import BackwardPlan, Call, backward_plan, forward_plan, number_of
 from meshattn_kernels.intervals import BandIntervals, Intervals
 
-PREPARE_BLOCK = 1024
-FINISH_ROWS = 64
-FINISH_BLOCK = 2048
-PART_ROWS = 16
 MAX_HEAD_DIM = 128
 HEAD_DIM_STEP = 16
-STAGES = 2
 
-_forward = Kernel(forward_kernel, num_warps=4)
-_backward = Kernel(backward_kernel, num_warps=8, cooperative=True)
-_prepare = Kernel(prepare_kernel, num_warps=4)
-_finish_dq = Kernel(finish_dq_kernel, num_warps=4)
-_finish_dkv = Kernel(finish_dkv_kernel, num_warps=4)
-_add_parts = Kernel(add_parts_kernel, num_warps=4)
 _forward_launches: Kept[Launch] = Kept()
 _backward_launches: Kept[Launch] = Kept()
-_finish_launches: Kept[Launch] = Kept()
 _backward_plans: Kept[BackwardPlan] = Kept()
 
 
@@ -70,8 +36,7 @@ class HopperKernel:
     to 128 (64 and 128 at full speed).
 
     workers             resident thread blocks, all multiprocessors by default. Bits do not depend on it.
-    Leave some
-                        multiprocessors out where another kernel (NCCL's) is resident while these run.
+                        Leave some multiprocessors out where another kernel (NCCL's) is resident meanwhile.
     deterministic       False adds dq in no order, as a control for measurements.
     schedule            name of a backward schedule of ``dash.py``; None is the default of the shape.
     """
@@ -115,8 +80,8 @@ class HopperKernel:
         if kind == "out":
             return (acc["out"].to(dtype, copy=True),)
         if kind == "dq":
-            return (_finished_dq(acc["dq"], dtype, float(softmax_scale)),)
-        return _finished_dkv(acc["dk"], acc["dv"], dtype, float(softmax_scale))
+            return (finished_dq(acc["dq"], dtype, float(softmax_scale)),)
+        return finished_dkv(acc["dk"], acc["dv"], dtype, float(softmax_scale))
 
     def forward(
         self,
@@ -143,10 +108,10 @@ class HopperKernel:
                 if first:
                     self.clear("out", acc)
                 return
-            with _on_device(q.device):
-                launch = _bind_forward(call, plan, q, k, v, out, lse, intervals, float(softmax_scale))
+            with on_device(q.device):
+                launch = bind_forward(call, plan, q, k, v, out, lse, intervals, float(softmax_scale))
             _forward_launches.put(key, launch)
-        with _on_device(q.device):
+        with on_device(q.device):
             launch()
 
     def backward(
@@ -179,7 +144,7 @@ class HopperKernel:
             return
         lse, delta = lse.contiguous(), delta.contiguous()
         accs = _accumulator("dq", dq["dq"]), _accumulator("dk", dkv["dk"]), _accumulator("dv", dkv["dv"])
-        with _on_device(device):
+        with on_device(device):
             scratch = torch.empty(plan.scratch_size, dtype=torch.float32, device=device)
             if first_dq and (plan.some_unseen or not self.deterministic):
                 dq["dq"].zero_()
@@ -190,7 +155,7 @@ class HopperKernel:
             )  # fmt: skip
             launch = _backward_launches.get(key)
             if launch is None:
-                launch = _bind_backward(
+                launch = bind_backward(
                     plan, (q, k, v, do), (lse, delta), accs, scratch, intervals,
                     float(softmax_scale), (first_dq, first_dkv), self.deterministic,
                 )  # fmt: skip
@@ -211,124 +176,6 @@ class HopperKernel:
         )  # fmt: skip
 
 
-def _bind_forward(
-    call: Call,
-    plan: ForwardPlan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    intervals: Intervals,
-    scale: float,
-) -> Launch:
-    n_q, n_k, mask, tiling = intervals.n_q, intervals.n_k, plan.mask, plan.tiling
-    d_tile, dv_tile = head_tile(call.head_dim), head_tile(call.head_dim_v)
-    launch = _forward.bind(
-        call.device,
-        plan.workers,
-        (
-            tiles_of(q, n_q, CONSUMER_ROWS, d_tile), tiles_of(k, n_k, KV_TILE, d_tile),
-            tiles_of(v, n_k, KV_TILE, dv_tile), tiles_of(out, n_q, CONSUMER_ROWS, dv_tile),
-            out, lse, mask.start, mask.end, plan.worker_start, plan.tasks,
-            mask.lo, mask.hi, n_q, n_k, call.rows_q, call.heads, scale,
-        ),
-        {
-            "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
-            "HEAD_DIM_V": call.head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs,
-            "MASK": mask.kind, "FIRST": call.first,
-        },
-        q.dtype,
-    )  # fmt: skip
-    return _keeping(launch, plan)
-
-
-def _bind_backward(
-    plan: BackwardPlan,
-    inputs: tuple[Tensor, ...],
-    rows: tuple[Tensor, ...],
-    accs: tuple[Tensor, ...],
-    scratch: Tensor,
-    intervals: Intervals,
-    scale: float,
-    first: tuple[bool, bool],
-    ordered: bool,
-) -> Launch:
-    call = plan.call
-    (q, k, v, do), (dq, dk, dv) = inputs, accs
-    table, mask, q_tile, n_q, n_k = plan.table, plan.mask, plan.q_tile, intervals.n_q, intervals.n_k
-    init, counters, dk_parts, dv_parts = torch.split(scratch, list(plan.scratch_sizes))
-    counters = counters.view(torch.int32)
-    prepare = _prepare.bind(
-        call.device,
-        -(-max(plan.num_rows, plan.num_counters) // PREPARE_BLOCK),
-        (
-            *rows, init, counters,
-            plan.num_rows, table.query_tiles * q_tile, call.rows_q, n_q, plan.num_counters, scale,
-        ),
-        {"BLOCK": PREPARE_BLOCK},
-    )  # fmt: skip
-    d_tile, dv_tile = head_tile(call.head_dim), head_tile(call.head_dim_v)
-    segment = segment_of(call.head_dim)
-    dq_shape = (table.heads, call.rows_q, call.head_dim // segment, segment)
-    dq_strides = (call.rows_q * call.head_dim, call.head_dim, segment, 1)
-    # With head tile 64 the grouped variant without a mask spills more than a mask that is never needed costs.
-    kind = BAND if mask.kind == FULL and plan.grouped and call.head_tile == 64 else mask.kind
-    main = _backward.bind(
-        call.device,
-        table.workers,
-        (
-            tiles_of(q, n_q, q_tile, d_tile), tiles_of(do, n_q, q_tile, dv_tile),
-            tiles_of(k, n_k, KV_TILE, d_tile), tiles_of(v, n_k, KV_TILE, dv_tile),
-            descriptor(dq, dq_shape, dq_strides, (1, q_tile, d_tile // segment, segment)),
-            descriptor(init, (2 * plan.num_rows,), (1,), (q_tile,)),
-            dk, dv, dk_parts, dv_parts, mask.start, mask.end,
-            counters, counters[plan.num_dq_counters :], mailbox(),
-            table.worker_start, table.tasks, table.steps,
-            mask.lo, mask.hi, n_q, n_k, call.heads, call.kv_heads, table.kv_heads, call.rows_k,
-            table.query_tiles, table.kv_tiles, plan.num_rows, scale,
-        ),
-        {
-            "Q_TILE": q_tile, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
-            "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "STAGES": STAGES,
-            "Q_HALVES": q_tile // 64, "MASK": kind, "FIRST_DQ": first[0], "FIRST_DKV": first[1],
-            "GROUPED": plan.grouped, "SHARED": plan.sharing, "ORDERED": ordered,
-        },
-        q.dtype,
-    )  # fmt: skip
-    launches = [prepare, main]
-    if plan.sharing == PARTS:
-        launches.append(
-            _add_parts.bind(
-                call.device,
-                table.kv_heads * table.kv_tiles * (KV_TILE // PART_ROWS),
-                (
-                    dk_parts, dv_parts, dk, dv, plan.parts_of_tiles,
-                    call.kv_heads, table.kv_heads, call.rows_k, table.kv_tiles,
-                ),
-                {
-                    "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "D_TILE": d_tile,
-                    "DV_TILE": dv_tile, "KV_TILE": KV_TILE, "ROWS": PART_ROWS, "FIRST": first[1],
-                },
-            )
-        )  # fmt: skip
-
-    def launch() -> None:
-        for each in launches:
-            each()
-
-    return _keeping(launch, plan)
-
-
-def _keeping(launch: Launch, plan: ForwardPlan | BackwardPlan) -> Launch:
-    """The launch, with the plan whose tables it reads."""
-
-    def kept(plan: ForwardPlan | BackwardPlan = plan) -> None:
-        launch()
-
-    return kept
-
-
 def _identity(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.shape, x.stride()
 
@@ -345,10 +192,6 @@ def _multiprocessors(device: int) -> int:
 @cache
 def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def _on_device(device: torch.device) -> AbstractContextManager[Any]:
-    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 OTHERS = "Choose kernel='triton' or kernel='reference'"
@@ -389,55 +232,3 @@ def _accumulator(name: str, acc: Tensor) -> Tensor:
         f"accumulator {name!r} is {acc.dtype} {acc.stride()}"
     )
     return acc
-
-
-def _finished_dq(acc: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    batch, heads, rows, head_dim = acc.shape
-    dq = torch.empty((batch, rows, heads, head_dim), dtype=dtype, device=acc.device)
-    if acc.numel():
-        with _on_device(acc.device):
-            key = ("dq", acc.data_ptr(), dq.data_ptr(), acc.shape, dtype, acc.device, scale)
-            launch = _finish_launches.get(key) or _finish_launches.put(
-                key,
-                _finish_dq.bind(
-                    acc.device.index,
-                    batch * heads * -(-rows // FINISH_ROWS),
-                    (acc, dq, rows, heads, scale),
-                    {
-                        "HEAD_DIM": head_dim, "D_TILE": head_tile(head_dim), "SEGMENT": segment_of(head_dim),
-                        "ROWS": FINISH_ROWS,
-                    },
-                    dtype,
-                ),
-            )  # fmt: skip
-            launch()
-    return dq
-
-
-def _finished_dkv(dk_acc: Tensor, dv_acc: Tensor, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor]:
-    dk, dv = torch.empty_like(dk_acc, dtype=dtype), torch.empty_like(dv_acc, dtype=dtype)
-    sizes = dk.numel(), dv.numel()
-    if any(sizes):
-        with _on_device(dk.device):
-            pointers = dk_acc.data_ptr(), dv_acc.data_ptr(), dk.data_ptr(), dv.data_ptr()
-            key = ("dkv", *pointers, *sizes, dtype, dk.device, scale)
-            launch = _finish_launches.get(key) or _finish_launches.put(
-                key,
-                _finish_dkv.bind(
-                    dk.device.index,
-                    -(-max(sizes) // FINISH_BLOCK),
-                    (
-                        dk_acc,
-                        dv_acc,
-                        dk,
-                        dv,
-                        sizes[0] // 16,
-                        sizes[1] // 16,
-                        scale,
-                    ),  # head sizes are multiples of 16
-                    {"BLOCK": FINISH_BLOCK},
-                    dtype,
-                ),
-            )
-            launch()
-    return dk, dv

@@ -1,0 +1,221 @@
+"""From a plan and tensors to a launch: which arguments and constants each kernel gets."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshattn_kernels.hopper.backward import backward_kernel
+from meshattn_kernels.hopper.failure import mailbox
+from meshattn_kernels.hopper.forward import forward_kernel
+from meshattn_kernels.hopper.launch import Kept, Kernel, Launch, descriptor, tiles_of
+from meshattn_kernels.hopper.ordered_add import segment_of
+from meshattn_kernels.hopper.plans import (
+    BAND,
+    CONSUMER_ROWS,
+    FULL,
+    KV_TILE,
+    PARTS,
+    BackwardPlan,
+    Call,
+    ForwardPlan,
+    head_tile,
+)
+from meshattn_kernels.hopper.prepare import (
+    add_parts_kernel,
+    finish_dkv_kernel,
+    finish_dq_kernel,
+    prepare_kernel,
+)
+from meshattn_kernels.intervals import Intervals
+
+PREPARE_BLOCK = 1024
+FINISH_ROWS = 64
+FINISH_BLOCK = 2048
+PART_ROWS = 16
+STAGES = 2
+
+_forward = Kernel(forward_kernel, num_warps=4)
+_backward = Kernel(backward_kernel, num_warps=8, cooperative=True)
+_prepare = Kernel(prepare_kernel, num_warps=4)
+_finish_dq = Kernel(finish_dq_kernel, num_warps=4)
+_finish_dkv = Kernel(finish_dkv_kernel, num_warps=4)
+_add_parts = Kernel(add_parts_kernel, num_warps=4)
+_finish_launches: Kept[Launch] = Kept()
+
+
+def bind_forward(
+    call: Call,
+    plan: ForwardPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    intervals: Intervals,
+    scale: float,
+) -> Launch:
+    n_q, n_k, mask, tiling = intervals.n_q, intervals.n_k, plan.mask, plan.tiling
+    d_tile, dv_tile = head_tile(call.head_dim), head_tile(call.head_dim_v)
+    launch = _forward.bind(
+        call.device,
+        plan.workers,
+        (
+            tiles_of(q, n_q, CONSUMER_ROWS, d_tile), tiles_of(k, n_k, KV_TILE, d_tile),
+            tiles_of(v, n_k, KV_TILE, dv_tile), tiles_of(out, n_q, CONSUMER_ROWS, dv_tile),
+            out, lse, mask.start, mask.end, plan.worker_start, plan.tasks,
+            mask.lo, mask.hi, n_q, n_k, call.rows_q, call.heads, scale,
+        ),
+        {
+            "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
+            "HEAD_DIM_V": call.head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs,
+            "MASK": mask.kind, "FIRST": call.first,
+        },
+        q.dtype,
+    )  # fmt: skip
+    return _keeping(launch, plan)
+
+
+def bind_backward(
+    plan: BackwardPlan,
+    inputs: tuple[Tensor, ...],
+    rows: tuple[Tensor, ...],
+    accs: tuple[Tensor, ...],
+    scratch: Tensor,
+    intervals: Intervals,
+    scale: float,
+    first: tuple[bool, bool],
+    ordered: bool,
+) -> Launch:
+    call = plan.call
+    (q, k, v, do), (dq, dk, dv) = inputs, accs
+    table, mask, q_tile, n_q, n_k = plan.table, plan.mask, plan.q_tile, intervals.n_q, intervals.n_k
+    init, counters, dk_parts, dv_parts = torch.split(scratch, list(plan.scratch_sizes))
+    counters = counters.view(torch.int32)
+    prepare = _prepare.bind(
+        call.device,
+        -(-max(plan.num_rows, plan.num_counters) // PREPARE_BLOCK),
+        (
+            *rows, init, counters,
+            plan.num_rows, table.query_tiles * q_tile, call.rows_q, n_q, plan.num_counters, scale,
+        ),
+        {"BLOCK": PREPARE_BLOCK},
+    )  # fmt: skip
+    d_tile, dv_tile = head_tile(call.head_dim), head_tile(call.head_dim_v)
+    segment = segment_of(call.head_dim)
+    dq_shape = (table.heads, call.rows_q, call.head_dim // segment, segment)
+    dq_strides = (call.rows_q * call.head_dim, call.head_dim, segment, 1)
+    # With head tile 64 the grouped variant without a mask spills more than a mask that is never needed costs.
+    kind = BAND if mask.kind == FULL and plan.grouped and call.head_tile == 64 else mask.kind
+    main = _backward.bind(
+        call.device,
+        table.workers,
+        (
+            tiles_of(q, n_q, q_tile, d_tile), tiles_of(do, n_q, q_tile, dv_tile),
+            tiles_of(k, n_k, KV_TILE, d_tile), tiles_of(v, n_k, KV_TILE, dv_tile),
+            descriptor(dq, dq_shape, dq_strides, (1, q_tile, d_tile // segment, segment)),
+            descriptor(init, (2 * plan.num_rows,), (1,), (q_tile,)),
+            dk, dv, dk_parts, dv_parts, mask.start, mask.end,
+            counters, counters[plan.num_dq_counters :], mailbox(),
+            table.worker_start, table.tasks, table.steps,
+            mask.lo, mask.hi, n_q, n_k, call.heads, call.kv_heads, table.kv_heads, call.rows_k,
+            table.query_tiles, table.kv_tiles, plan.num_rows, scale,
+        ),
+        {
+            "Q_TILE": q_tile, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
+            "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "STAGES": STAGES,
+            "Q_HALVES": q_tile // 64, "MASK": kind, "FIRST_DQ": first[0], "FIRST_DKV": first[1],
+            "GROUPED": plan.grouped, "SHARED": plan.sharing, "ORDERED": ordered,
+        },
+        q.dtype,
+    )  # fmt: skip
+    launches = [prepare, main]
+    if plan.sharing == PARTS:
+        launches.append(
+            _add_parts.bind(
+                call.device,
+                table.kv_heads * table.kv_tiles * (KV_TILE // PART_ROWS),
+                (
+                    dk_parts, dv_parts, dk, dv, plan.parts_of_tiles,
+                    call.kv_heads, table.kv_heads, call.rows_k, table.kv_tiles,
+                ),
+                {
+                    "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "D_TILE": d_tile,
+                    "DV_TILE": dv_tile, "KV_TILE": KV_TILE, "ROWS": PART_ROWS, "FIRST": first[1],
+                },
+            )
+        )  # fmt: skip
+
+    def launch() -> None:
+        for each in launches:
+            each()
+
+    return _keeping(launch, plan)
+
+
+def _keeping(launch: Launch, plan: ForwardPlan | BackwardPlan) -> Launch:
+    """The launch, with the plan whose tables it reads."""
+
+    def kept(plan: ForwardPlan | BackwardPlan = plan) -> None:
+        launch()
+
+    return kept
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+def finished_dq(acc: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    batch, heads, rows, head_dim = acc.shape
+    dq = torch.empty((batch, rows, heads, head_dim), dtype=dtype, device=acc.device)
+    if acc.numel():
+        with on_device(acc.device):
+            key = ("dq", acc.data_ptr(), dq.data_ptr(), acc.shape, dtype, acc.device, scale)
+            launch = _finish_launches.get(key) or _finish_launches.put(
+                key,
+                _finish_dq.bind(
+                    acc.device.index,
+                    batch * heads * -(-rows // FINISH_ROWS),
+                    (acc, dq, rows, heads, scale),
+                    {
+                        "HEAD_DIM": head_dim, "D_TILE": head_tile(head_dim), "SEGMENT": segment_of(head_dim),
+                        "ROWS": FINISH_ROWS,
+                    },
+                    dtype,
+                ),
+            )  # fmt: skip
+            launch()
+    return dq
+
+
+def finished_dkv(dk_acc: Tensor, dv_acc: Tensor, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor]:
+    dk, dv = torch.empty_like(dk_acc, dtype=dtype), torch.empty_like(dv_acc, dtype=dtype)
+    sizes = dk.numel(), dv.numel()
+    if any(sizes):
+        with on_device(dk.device):
+            pointers = dk_acc.data_ptr(), dv_acc.data_ptr(), dk.data_ptr(), dv.data_ptr()
+            key = ("dkv", *pointers, *sizes, dtype, dk.device, scale)
+            launch = _finish_launches.get(key) or _finish_launches.put(
+                key,
+                _finish_dkv.bind(
+                    dk.device.index,
+                    -(-max(sizes) // FINISH_BLOCK),
+                    (
+                        dk_acc,
+                        dv_acc,
+                        dk,
+                        dv,
+                        sizes[0] // 16,
+                        sizes[1] // 16,
+                        scale,
+                    ),  # head sizes are multiples of 16
+                    {"BLOCK": FINISH_BLOCK},
+                    dtype,
+                ),
+            )
+            launch()
+    return dk, dv
