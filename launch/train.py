@@ -154,7 +154,10 @@ def run(options: Options, place: Place) -> None:
             stack.enter_context(log)
         trainer = Trainer(options, place, tile, corpus)
         if place.leads:
-            print(f"{place.ranks} ranks, {place.why}\n{trainer.describe()}", flush=True)
+            print(
+                f"{place.ranks} rank{'s' if place.ranks > 1 else ''}, {place.why}\n{trainer.describe()}",
+                flush=True,
+            )
         progress = Progress(options.steps, speaks=place.leads)
         stack.callback(progress.close)
         for step in range(options.steps):

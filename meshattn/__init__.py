@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from meshattn.agreement import RankMismatchError
     from meshattn.attention import mesh_attention, ring_attention
     from meshattn.mesh import AttentionMesh, init_attention_mesh
     from meshattn.sequence import ShardedSequence
+    from meshattn.transport.base import TransportError
 
 __all__ = [
     "AttentionMesh",
+    "RankMismatchError",
     "ShardedSequence",
+    "TransportError",
     "__version__",
     "init_attention_mesh",
     "mesh_attention",
@@ -25,7 +29,9 @@ __all__ = [
 
 _HOME = {
     "AttentionMesh": "meshattn.mesh",
+    "RankMismatchError": "meshattn.agreement",
     "ShardedSequence": "meshattn.sequence",
+    "TransportError": "meshattn.transport.base",
     "init_attention_mesh": "meshattn.mesh",
     "mesh_attention": "meshattn.attention",
     "ring_attention": "meshattn.attention",

@@ -1,10 +1,11 @@
 """All ranks agree on a call before any of its transfers, or all of them raise.
 
-A rank whose call looks like the one that followed the same call last time goes on without a word. Any other
-call is checked: every rank writes what it is about to do into the group's key-value store and reads what
-the others wrote. So a training loop pays for a check only while its pattern of calls is new, and a single
-rank that leaves the pattern stops at the check: the others wait for its data in vain, look into the store
-when they time out, and find out who left and how.
+A rank whose call, forward or backward, looks like the one that came at the same place of the pattern last
+time goes on without a word. Any other call is checked: every rank writes what it is about to do into the
+group's key-value store and reads what the others wrote. So a training loop pays for a check only while its
+pattern of calls is new, and a single rank that leaves the pattern stops at the check: the others wait for its
+data in vain, look into the store when they time out, and find out who left and how. Two calls that look alike
+and come in another order on one rank are not told apart.
 
 Nothing here uses the data channel.
 """
@@ -12,13 +13,23 @@ Nothing here uses the data channel.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-_REMEMBERED = 4096  # calls whose successor is remembered; all ranks forget alike
+from meshattn.transport.base import TransportError
+
+_REMEMBERED = 4096  # places of the pattern whose call is remembered; all ranks forget alike
+_LONGEST_RUN = 128  # calls of one kind in a row that are told apart: the layers of a model
+_STORE_GRACE = 5.0  # seconds, beyond the timeout, after which the store itself is given up
+
+
+_Answer = tuple[dict[str, str], tuple[str, str] | None]  # statement; type and text of an error
+_Result = TypeVar("_Result")
 
 
 class RankMismatchError(ValueError):
@@ -41,9 +52,10 @@ class Agreement:
         self._ranks = sorted(ranks)
         self._timeout = timeout
         self._round = 0
-        self._calls = 0
-        self._last = ""
-        self._next: OrderedDict[str, str] = OrderedDict()
+        self.calls = 0
+        self._counts: Counter[str] = Counter()
+        self._last = ("", "", 0)  # signature, kind, and how many of that kind in a row
+        self._next: OrderedDict[tuple[str, str, int], str] = OrderedDict()
         self._statement: dict[str, str] = {}
 
     def enter(self, action: str, statement: Mapping[str, str], error: Exception | None = None) -> None:
@@ -55,15 +67,18 @@ class Agreement:
             statement: what must be the same on all ranks, for people to read.
             error: what is wrong with the call on this rank, if anything.
         """
-        self._calls += 1
+        self.calls += 1
+        self._counts[action] += 1
         signature = json.dumps([action, dict(statement)])
+        kind = action + ("" if "with grad" in signature else " without grad")
         expected = self._next.get(self._last)
         self._next[self._last] = signature
         self._next.move_to_end(self._last)
         if len(self._next) > _REMEMBERED:
             self._next.popitem(last=False)
-        self._last = signature
-        self._statement = {"call": f"{action}, call {self._calls} of this mesh", **statement}
+        run = self._last[2] + 1 if kind == self._last[1] else 1
+        self._last = (signature, kind, min(run, _LONGEST_RUN))
+        self._statement = {"call": f"{action}, call {self._counts[action]}", **statement}
         if error is not None or signature != expected:
             try:
                 self._check(error, expected)
@@ -71,14 +86,20 @@ class Agreement:
                 # All ranks come by here: they forget what they did differently, or some would foresee the
                 # next call and others not.
                 self._next.clear()
-                self._last = ""
+                self._last = ("", "", 0)
                 raise
 
     def blame(self) -> str | None:
         """After a failed transfer: who is not doing what this rank does, if the store tells."""
         try:
-            found = {rank: self._read(self._round, rank) for rank in self._present(self._round)}
-        except RuntimeError:  # the store went away with its host: nothing more to say
+            found = _within(
+                _STORE_GRACE,
+                lambda: {rank: self._read(self._round, rank) for rank in self._present(self._round)},
+            )
+        except (
+            RuntimeError,
+            TimeoutError,
+        ):  # the store is gone or stands still with its host: nothing to say
             return None
         if not found:
             return None
@@ -92,7 +113,7 @@ class Agreement:
     def _key(self, number: int, rank: int) -> str:
         return f"agreement/{number}/{rank}"
 
-    def _read(self, number: int, rank: int) -> tuple[dict[str, str], tuple[str, str] | None]:
+    def _read(self, number: int, rank: int) -> _Answer:
         statement, error = json.loads(self._store.get(self._key(number, rank)))
         return statement, error
 
@@ -102,18 +123,25 @@ class Agreement:
     def _check(self, error: Exception | None, expected: str | None) -> None:
         number, self._round = self._round, self._round + 1
         told = None if error is None else (type(error).__name__, str(error))
-        self._store.set(self._key(number, self._rank), json.dumps([self._statement, told]))
+        mine = json.dumps([self._statement, told])
+        absent = ""
+        try:
+            answers = _within(
+                self._timeout + _STORE_GRACE, lambda: self._exchange(number, mine, error is None)
+            )
+            if answers is None and error is None:
+                absent = _within(_STORE_GRACE, lambda: self._absent(number, expected))
+        except TimeoutError as failure:
+            if error is not None:
+                raise error from failure
+            raise TransportError(
+                f"{self._statement['call']}: the store of the process group does not answer within "
+                f"{self._timeout + _STORE_GRACE:g} s; its host has stalled"
+            ) from failure
         if error is not None:
             raise error
-        keys = [self._key(number, rank) for rank in self._ranks]
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout))
-        except RuntimeError as failure:
-            raise RankMismatchError(self._absent(number, expected)) from failure
-        answers = dict(zip(self._ranks, map(json.loads, self._store.multi_get(keys)), strict=True))
-        # Everybody has now read round number - 1: this rank's entry in it is not needed any more.
-        if number > 0:
-            self._store.delete_key(self._key(number - 1, self._rank))
+        if answers is None:
+            raise RankMismatchError(absent)
         for rank, (_, theirs) in answers.items():
             if theirs is not None:
                 kind = NotImplementedError if theirs[0] == "NotImplementedError" else ValueError
@@ -121,6 +149,22 @@ class Agreement:
         statements = {rank: statement for rank, (statement, _) in answers.items()}
         if any(statement != self._statement for statement in statements.values()):
             raise RankMismatchError(_difference(statements))
+
+    def _exchange(self, number: int, mine: str, wait: bool) -> dict[int, _Answer] | None:
+        """Tell what this rank does and, with `wait`, read what all do; None if some do not come in time."""
+        self._store.set(self._key(number, self._rank), mine)
+        if not wait:
+            return None
+        keys = [self._key(number, rank) for rank in self._ranks]
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout))
+        except RuntimeError:
+            return None
+        answers = dict(zip(self._ranks, map(json.loads, self._store.multi_get(keys)), strict=True))
+        # Everybody has now read round number - 1: this rank's entry in it is not needed any more.
+        if number > 0:
+            self._store.delete_key(self._key(number - 1, self._rank))
+        return answers
 
     def _absent(self, number: int, expected: str | None) -> str:
         present = self._present(number)
@@ -143,6 +187,27 @@ class Agreement:
             f"{text}{_ranks(present)} left the pattern of calls, after which {action} was next: "
             f"{'; '.join(changes) or 'another call'}"
         )
+
+
+def _within(seconds: float, ask: Callable[[], _Result]) -> _Result:
+    """The answer, or TimeoutError: a store whose host stands still may never return from a plain look."""
+    answers: list[_Result | BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except BaseException as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not answers:
+        raise TimeoutError
+    (answer,) = answers
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 def _difference(statements: Mapping[int, Mapping[str, str]]) -> str:

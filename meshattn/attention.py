@@ -149,13 +149,14 @@ def attend(
     if not isinstance(seq, ShardedSequence):
         raise ValueError(f"seq is a {type(seq).__name__}: pass what mesh.sequence(seq_len) returns")
     mesh = seq.mesh
+    mesh.require_open()
     error: Exception | None = None
     try:
         _check_options(kv_seq, options)
         q, k, v = _autocast(q, k, v)
         _check_tensors(q, k, v, seq)
         local = _check_kernel(options, q)
-    except (ValueError, NotImplementedError) as failure:
+    except Exception as failure:  # whatever it is, the other ranks must not wait for this one
         error = failure
     mesh.agreement.enter(name, _statement(q, k, v, seq, options), error)
     ring = Tile(1, mesh.size) if name == "ring_attention" else None
@@ -169,7 +170,14 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
-    if q.dtype == torch.float64 or not torch.is_autocast_enabled(q.device.type):
+        if tensor.dtype not in _FLOATS:
+            raise ValueError(
+                f"{name} is {tensor.dtype}: attention takes float64, float32, bfloat16 or float16"
+            )
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} is {tensor.layout}: it must be a dense tensor")
+    exact = torch.float64 in (q.dtype, k.dtype, v.dtype)  # which autocast leaves alone
+    if exact or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     kind = torch.get_autocast_dtype(q.device.type)
     return q.to(kind), k.to(kind), v.to(kind)
@@ -184,7 +192,13 @@ def _check_options(kv_seq: ShardedSequence | None, options: _Options) -> None:
         )
     if options.softcap != 0.0:
         raise NotImplementedError(f"softcap={options.softcap}: soft-capping is not implemented yet; use 0.0")
+    if not isinstance(options.causal, bool):
+        raise ValueError(f"causal is {options.causal!r}: it must be True or False")
     scale = options.softmax_scale
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise ValueError(
+            f"softmax_scale is a {type(scale).__name__}: it must be a number, which carries no gradient"
+        )
     if scale is not None and not 0 < scale < float("inf"):
         raise ValueError(f"softmax_scale is {scale}: it must be positive and finite, or None for D ** -0.5")
 
@@ -205,10 +219,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence) -> Non
                 f"{name} is {list(tensor.shape)}: dim 1 must have the {seq.rows} rows of a shard of "
                 f"{seq!r}{hint}"
             )
-        if tensor.dtype not in _FLOATS:
-            raise ValueError(
-                f"{name} is {tensor.dtype}: attention takes float64, float32, bfloat16 or float16"
-            )
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}: "
@@ -221,6 +231,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence) -> Non
             )
     batch, _, heads, head_dim = q.shape
     kv_heads = k.shape[2]
+    if batch == 0 or heads == 0:
+        raise ValueError(f"q is {list(q.shape)}: batch and heads must be at least 1")
     if k.shape[0] != batch or v.shape[0] != batch:
         raise ValueError(f"batch sizes differ: q {batch}, k {k.shape[0]}, v {v.shape[0]}")
     if k.shape[3] != head_dim:
@@ -236,6 +248,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence) -> Non
 
 
 def _check_kernel(options: _Options, q: Tensor) -> AttentionKernel:
+    if options.kernel is not None and not isinstance(options.kernel, str):
+        raise ValueError(f"kernel is a {type(options.kernel).__name__}: give its name, or None")
     local = get_kernel(options.kernel)
     if options.deterministic and not local.deterministic:
         raise ValueError(
@@ -332,11 +346,15 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
         ctx.mesh, ctx.call = mesh, call  # type: ignore[attr-defined]
+        ctx.number = mesh.agreement.calls  # type: ignore[attr-defined]
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        # Ranks that came to their backward passes in another order would add up each other's gradients.
+        before = ctx.mesh.agreement.calls - ctx.number
+        ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it, with grad"})
         with torch.no_grad(), _engine_room(ctx.mesh, ctx.call):
             grads = engine.backward(ctx.call, q, k, v, out, lse, do)
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients

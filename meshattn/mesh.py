@@ -51,20 +51,22 @@ def init_attention_mesh(
             wrong group.
         NotImplementedError: for ``heads`` other than 1.
     """
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if seconds <= 0:
-        raise ValueError(f"timeout is {seconds:g} s: it must be positive")
-    connection = connect(group, seconds)
-    agreement = Agreement(connection.store, connection.name, connection.names, seconds)
     chosen: Tile | None = None
     error: Exception | None = None
+    seconds = DEFAULT_TIMEOUT
+    try:
+        seconds = _seconds(timeout)
+    except ValueError as failure:
+        error = failure
+    connection = connect(group, seconds)
+    agreement = Agreement(connection.store, connection.name, connection.names, seconds)
     try:
         check_transport(transport, group)
         chosen = _tile(tile, connection.size)
         if heads != 1:
-            raise NotImplementedError(f"heads={heads}: the head axis is not implemented yet; use heads=1")
-    except (ValueError, NotImplementedError) as failure:
-        error = failure
+            raise NotImplementedError(f"heads={heads!r}: the head axis is not implemented yet; use heads=1")
+    except Exception as failure:  # whatever it is, the other ranks must not wait for this one
+        error = error or failure
     stated = {
         "ranks": str(list(connection.names)),
         "tile": str(chosen or "auto"),
@@ -84,6 +86,7 @@ class AttentionMesh:
         self.tile = tile
         self.agreement = agreement
         self.connection = connection
+        self._closed = False
 
     def sequence(
         self, seq_len: int, *, layout: LayoutKind = "striped", cu_seqlens: object = None
@@ -142,7 +145,22 @@ class AttentionMesh:
 
     def close(self) -> None:
         """Give back the connection. Collective; the mesh cannot be used afterwards."""
-        self.connection.transport.close()
+        if not self._closed:
+            self._closed = True
+            self.connection.transport.close()
+
+    def require_open(self) -> None:
+        """ValueError after `close`."""
+        if self._closed:
+            raise ValueError("this mesh has been closed: build a new one with init_attention_mesh()")
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0.001 <= timeout <= 1e7:
+        raise ValueError(f"timeout is {timeout!r}: give seconds between 0.001 and 1e7, or a timedelta")
+    return float(timeout)
 
 
 def _counted(number: int, thing: str) -> str:
@@ -155,8 +173,8 @@ def _tile(tile: str | tuple[int, int] | Tile, ranks: int) -> Tile | None:
     if isinstance(tile, str):
         tile = Tile.parse(tile)
     elif not isinstance(tile, Tile):
-        if len(tile) != 2:
-            raise ValueError(f"tile {tile}: give two whole numbers (a, b), or text such as '2x4'")
+        if not isinstance(tile, (tuple, list)) or [type(size) for size in tile] != [int, int]:
+            raise ValueError(f"tile {tile!r}: give two whole numbers (a, b), or text such as '2x4'")
         tile = Tile(*tile)
     if tile.ranks != ranks:
         fitting = ", ".join(f"{a}x{ranks // a}" for a in range(1, ranks + 1) if ranks % a == 0)

@@ -65,8 +65,8 @@ class ShardedSequence:
         Returns:
             [.., L, ..], padding rows 0.
         """
-        _refuse_grad(tensor, "shard")
         self._require("tensor", tensor, dim, self.seq_len)
+        _refuse_grad(tensor, "shard")
         mine = _positions(self.layout, self.mesh.rank).to(tensor.device)
         shard = tensor.index_select(dim, mine)
         missing = self.rows - len(mine)
@@ -81,17 +81,15 @@ class ShardedSequence:
         Returns:
             [.., S, ..] in global order.
         """
-        error: ValueError | None = None
+        self.mesh.require_open()
+        error: Exception | None = None
+        stated = {"sequence": repr(self), "dim": str(dim)}
         try:
-            _refuse_grad(tensor, "unshard")
             self._require("tensor", tensor, dim, self.rows)
-        except ValueError as failure:
+            _refuse_grad(tensor, "unshard")
+            stated["tensor"] = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
+        except Exception as failure:  # whatever it is, the other ranks must not wait for this one
             error = failure
-        stated = {
-            "sequence": repr(self),
-            "tensor": f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}",
-            "dim": str(dim),
-        }
         self.mesh.agreement.enter("unshard", stated, error)
         try:
             parts = self.mesh.connection.transport.all_gather(tensor.contiguous())
@@ -108,7 +106,7 @@ class ShardedSequence:
     def position_ids(self, device: torch.device | str | None = None) -> Tensor:
         """Global position of every row of this rank, int64 [L]; 0 for padding."""
         mine = _positions(self.layout, self.mesh.rank)
-        ids = torch.zeros(self.rows, dtype=torch.int64)
+        ids = torch.zeros(self.rows, dtype=torch.int64, device="cpu")
         ids[: len(mine)] = mine
         return ids.to(device) if device is not None else ids
 
@@ -122,9 +120,9 @@ class ShardedSequence:
         Returns:
             int64 [.., L, ..]; -100 for the last token of the sequence and for padding.
         """
-        if input_ids.is_floating_point():
-            raise ValueError(f"input_ids is {input_ids.dtype}: labels are made from integer tokens")
         self._require("input_ids", input_ids, dim, self.seq_len)
+        if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+            raise ValueError(f"input_ids is {input_ids.dtype}: labels are made from integer tokens")
         following = _positions(self.layout, self.mesh.rank).to(input_ids.device) + 1
         labels = input_ids.index_select(dim, following[following < self.seq_len]).to(torch.int64)
         missing = self.rows - labels.shape[dim]
@@ -138,6 +136,8 @@ class ShardedSequence:
         return self._intervals[key]
 
     def _require(self, name: str, tensor: Tensor, dim: int, rows: int) -> None:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(f"{name} has {tensor.dim()} dims, so there is no dim {dim}")
         if tensor.shape[dim] != rows:
@@ -165,7 +165,7 @@ def _refuse_grad(tensor: Tensor, what: str) -> None:
 def _positions(layout: Layout, rank: int) -> Tensor:
     """Global positions of the real rows of a rank, int64 on the CPU, increasing."""
     runs = [
-        torch.arange(piece.offset, piece.offset + piece.length * piece.stride, piece.stride)
+        torch.arange(piece.offset, piece.offset + piece.length * piece.stride, piece.stride, device="cpu")
         for piece in layout.pieces(rank)
     ]
     return torch.cat(runs)[: layout.rows_in(rank)]

@@ -126,6 +126,8 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
                 results[rank] = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
             except EOFError:
                 results[rank] = RankError(f"rank {rank} died without an answer")
+            except Exception as error:  # an exception of the rank whose class cannot be rebuilt here, say
+                results[rank] = RankError(f"rank {rank}: its answer cannot be read: {error}")
     return results
 
 

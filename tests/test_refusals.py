@@ -233,7 +233,7 @@ MESHES: dict[str, tuple[Callable[[SimulatedGroup], Any], type[Exception], Words]
     "timeout": (
         lambda g: ma.init_attention_mesh(g, timeout=timedelta(0)),
         ValueError,
-        ("timeout is 0 s", "positive"),
+        ("timeout is 0", "seconds"),
     ),
     "no-group": (
         lambda g: ma.init_attention_mesh(),
