@@ -130,7 +130,7 @@ def run_case(mesh: AttentionMesh, case: Case, *, device: str = "cpu", **options:
 
 
 def run_cases(
-    cases: Sequence[Case], backend: Backend = "threads", *, timeout: float = 100.0, device: str = "cpu"
+    cases: Sequence[Case], backend: Backend = "threads", *, timeout: float = 100.0, **options: Any
 ) -> list[list[Results]]:
     """Run cases of one P in one group, a mesh for each tile. Returns per case the results of all ranks."""
     (ranks,) = {case.ranks for case in cases}
@@ -142,7 +142,7 @@ def run_cases(
             tile: ma.init_attention_mesh(group, tile=tile, timeout=timeout)
             for tile in sorted({case.tile for case in cases})
         }
-        return [run_case(meshes[case.tile], case, device=device) for case in cases]
+        return [run_case(meshes[case.tile], case, **options) for case in cases]
 
     by_rank = run_ranks(ranks, on_rank, backend, timeout=timeout)
     return [[results[number] for results in by_rank] for number in range(len(cases))]
@@ -193,10 +193,10 @@ def assert_equals_oracle(case: Case, by_rank: Sequence[Results]) -> None:
 
 
 def check_cases(
-    cases: Sequence[Case], backend: Backend = "threads", *, timeout: float = 100.0, device: str = "cpu"
+    cases: Sequence[Case], backend: Backend = "threads", *, timeout: float = 100.0, **options: Any
 ) -> None:
     """Run cases of one P and hold each against the oracle."""
-    for case, by_rank in zip(cases, run_cases(cases, backend, timeout=timeout, device=device), strict=True):
+    for case, by_rank in zip(cases, run_cases(cases, backend, timeout=timeout, **options), strict=True):
         assert_equals_oracle(case, by_rank)
 
 
