@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Iterable, Sequence
 
 from meshattn.plan.assignment import Assignment, Tile, tiles
@@ -20,9 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        print(_schedule(args) if args.command == "schedule" else _assignment(args))
+        print(_schedule(args) if args.command == "schedule" else _assignment(args), flush=True)
     except ValueError as error:
         parser.error(str(error))
+    except BrokenPipeError:  # `meshattn ... | head` has read enough; nothing may be flushed at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
