@@ -1,6 +1,7 @@
 """The options of train.py, and the checks that need nothing but the options and the number of ranks."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,7 @@ def parse(arguments: Sequence[str] | None = None, *, speaks: bool = True) -> Opt
 def check(options: Options) -> None:
     """Raises ValueError for values that fit no run."""
     for name in ("seq_len", "batch_size", "steps", "lr", "clip", "timeout"):
-        if getattr(options, name) <= 0:
+        if not 0 < getattr(options, name) < math.inf:  # NaN is in no order
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be positive")
     for name in ("warmup", "weight_decay", "kv_heads"):
         if getattr(options, name) < 0:

@@ -138,6 +138,9 @@ class AttentionMesh:
             f"{tile}; transport {self.connection.transport.name} ({self.connection.reason})"
         )
 
+    def __repr__(self) -> str:
+        return f"<{self.describe()}>"
+
     def explain(self, error: TransportError) -> Exception:
         """What to raise after a failed transfer: who called with other arguments, if that was the cause."""
         blamed = self.agreement.blame()

@@ -38,7 +38,11 @@ RING_SLOTS = 3
 
 def payloads(direction: Direction) -> tuple[Payload, ...]:
     """The payloads of a pass: inward row, inward column, outward row and, backward, outward column."""
-    return ("q", "kv", "out") if direction == "forward" else ("bundle", "kv", "dq", "dkv")
+    if direction == "forward":
+        return ("q", "kv", "out")
+    if direction == "backward":
+        return ("bundle", "kv", "dq", "dkv")
+    raise ValueError(f"direction is {direction!r}: it must be 'forward' or 'backward'")
 
 
 @dataclass(frozen=True, slots=True)
