@@ -54,7 +54,7 @@ class Agreement:
         self._round = 0
         self.calls = 0
         self._counts: Counter[str] = Counter()
-        self._last = ("", "", 0)  # signature, kind, and how many of that kind in a row
+        self._last = ("", "", 0)  # signature, action, and how many of that action in a row
         self._next: OrderedDict[tuple[str, str, int], str] = OrderedDict()
         self._statement: dict[str, str] = {}
 
@@ -70,14 +70,13 @@ class Agreement:
         self.calls += 1
         self._counts[action] += 1
         signature = json.dumps([action, dict(statement)])
-        kind = action + ("" if "with grad" in signature else " without grad")
         expected = self._next.get(self._last)
         self._next[self._last] = signature
         self._next.move_to_end(self._last)
         if len(self._next) > _REMEMBERED:
             self._next.popitem(last=False)
-        run = self._last[2] + 1 if kind == self._last[1] else 1
-        self._last = (signature, kind, min(run, _LONGEST_RUN))
+        run = self._last[2] + 1 if action == self._last[1] else 1
+        self._last = (signature, action, min(run, _LONGEST_RUN))
         self._statement = {"call": f"{action}, call {self._counts[action]}", **statement}
         if error is not None or signature != expected:
             try:
@@ -96,11 +95,8 @@ class Agreement:
                 _STORE_GRACE,
                 lambda: {rank: self._read(self._round, rank) for rank in self._present(self._round)},
             )
-        except (
-            RuntimeError,
-            TimeoutError,
-        ):  # the store is gone or stands still with its host: nothing to say
-            return None
+        except (RuntimeError, TimeoutError):
+            return None  # the store is gone, or stands still with its host
         if not found:
             return None
         for rank, (_, error) in found.items():

@@ -153,6 +153,7 @@ def attend(
     error: Exception | None = None
     try:
         _check_options(kv_seq, options)
+        _check_types(q, k, v)
         q, k, v = _autocast(q, k, v)
         _check_tensors(q, k, v, seq)
         local = _check_kernel(options, q)
@@ -165,8 +166,7 @@ def attend(
     return (out, lse) if options.return_lse else out
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast all three get its type, as PyTorch's own attention does."""
+def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
@@ -176,6 +176,10 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             )
         if tensor.layout != torch.strided:
             raise ValueError(f"{name} is {tensor.layout}: it must be a dense tensor")
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast all three get its type, as PyTorch's own attention does."""
     exact = torch.float64 in (q.dtype, k.dtype, v.dtype)  # which autocast leaves alone
     if exact or not torch.is_autocast_enabled(q.device.type):
         return q, k, v
@@ -354,7 +358,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         # Ranks that came to their backward passes in another order would add up each other's gradients.
         before = ctx.mesh.agreement.calls - ctx.number
-        ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it, with grad"})
+        ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it"})
         with torch.no_grad(), _engine_room(ctx.mesh, ctx.call):
             grads = engine.backward(ctx.call, q, k, v, out, lse, do)
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients

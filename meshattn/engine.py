@@ -23,7 +23,7 @@ from meshattn.plan.assignment import Assignment
 from meshattn.plan.schedule import Block, Merge, Schedule, Transfer
 from meshattn.transport.base import Handle, Message, Transport
 from meshattn_kernels import AttentionKernel, Intervals
-from meshattn_kernels.contract import AccumulatorKind
+from meshattn_kernels.contract import AccumulatorKind, clear_accumulator
 
 Views = Mapping[str, Tensor]
 
@@ -171,7 +171,7 @@ class _Accumulators:
     def _settle(self, index: int, slot: int) -> None:
         # A row whose blocks are all masked has not been written at all.
         if self.first(index):
-            self._kernel.clear(self._kind, self.views[slot])
+            clear_accumulator(self.views[slot])
 
     def outgoing(self, transfer: Transfer) -> Tensor:
         self._settle(transfer.sent, transfer.send_slot)

@@ -152,15 +152,21 @@ def block_intervals(rule: MaskRule, q_layout: Layout, i: int, kv_layout: Layout,
     return ArrayIntervals(bounds[0], bounds[1], n_q, n_k)
 
 
+@lru_cache(maxsize=1024)
+def chunk_positions(layout: Layout, chunk: int) -> Tensor:
+    """Global positions of the real rows of a chunk, int64 on the CPU, rising. Cached: do not write to it."""
+    runs = [(run.start, run.stop, run.step) for run in (piece.positions() for piece in layout.pieces(chunk))]
+    position = torch.cat([torch.arange(*run, dtype=torch.int64, device="cpu") for run in runs])
+    return position[: layout.rows_in(chunk)]
+
+
 @lru_cache(maxsize=16)
 def _key_ranges(rule: MaskRule, q_layout: Layout, i: int, kv_len: int) -> Tensor:
     """First and end [2, n_q] of the global key positions that each row of chunk i sees, both non-decreasing.
 
     Cached, because a rank meets its few query chunks once a key chunk; never written to.
     """
-    runs = [(run.start, run.stop, run.step) for run in (piece.positions() for piece in q_layout.pieces(i))]
-    position = torch.cat([torch.arange(*run, dtype=torch.int64, device="cpu") for run in runs])
-    position = position[: q_layout.rows_in(i)]
+    position = chunk_positions(q_layout, i)
     if rule.documents is None:
         low, high = torch.tensor([0, kv_len], dtype=torch.int64, device="cpu")
         aligned = position + (kv_len - q_layout.seq_len)

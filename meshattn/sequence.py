@@ -6,14 +6,13 @@ Rows beyond the rank's real ones are padding: a suffix that is never read.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from meshattn.layouts import Layout, LayoutKind
-from meshattn.masks import MaskRule, block_intervals
+from meshattn.masks import MaskRule, block_intervals, chunk_positions
 from meshattn.transport.base import TransportError
 from meshattn_kernels import Intervals
 
@@ -67,7 +66,7 @@ class ShardedSequence:
         """
         self._require("tensor", tensor, dim, self.seq_len)
         _refuse_grad(tensor, "shard")
-        mine = _positions(self.layout, self.mesh.rank).to(tensor.device)
+        mine = chunk_positions(self.layout, self.mesh.rank).to(tensor.device)
         shard = tensor.index_select(dim, mine)
         missing = self.rows - len(mine)
         return shard if missing == 0 else torch.cat([shard, _filled(shard, dim, missing, 0)], dim)
@@ -99,13 +98,13 @@ class ShardedSequence:
         shape[dim] = self.seq_len
         whole = tensor.new_empty(shape)
         for rank, part in enumerate(parts):
-            positions = _positions(self.layout, rank).to(tensor.device)
+            positions = chunk_positions(self.layout, rank).to(tensor.device)
             whole.index_copy_(dim, positions, part.narrow(dim, 0, len(positions)))
         return whole
 
     def position_ids(self, device: torch.device | str | None = None) -> Tensor:
         """Global position of every row of this rank, int64 [L]; 0 for padding."""
-        mine = _positions(self.layout, self.mesh.rank)
+        mine = chunk_positions(self.layout, self.mesh.rank)
         ids = torch.zeros(self.rows, dtype=torch.int64, device="cpu")
         ids[: len(mine)] = mine
         return ids.to(device) if device is not None else ids
@@ -123,7 +122,7 @@ class ShardedSequence:
         self._require("input_ids", input_ids, dim, self.seq_len)
         if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
             raise ValueError(f"input_ids is {input_ids.dtype}: labels are made from integer tokens")
-        following = _positions(self.layout, self.mesh.rank).to(input_ids.device) + 1
+        following = chunk_positions(self.layout, self.mesh.rank).to(input_ids.device) + 1
         labels = input_ids.index_select(dim, following[following < self.seq_len]).to(torch.int64)
         missing = self.rows - labels.shape[dim]
         return torch.cat([labels, _filled(labels, dim, missing, IGNORED_LABEL)], dim) if missing else labels
@@ -159,13 +158,3 @@ def _refuse_grad(tensor: Tensor, what: str) -> None:
             f"{what}: the tensor requires grad, but {what} has no gradient; pass tensor.detach(), "
             "or shard the integer tokens before the embedding"
         )
-
-
-@lru_cache(maxsize=1024)
-def _positions(layout: Layout, rank: int) -> Tensor:
-    """Global positions of the real rows of a rank, int64 on the CPU, increasing."""
-    runs = [
-        torch.arange(piece.offset, piece.offset + piece.length * piece.stride, piece.stride, device="cpu")
-        for piece in layout.pieces(rank)
-    ]
-    return torch.cat(runs)[: layout.rows_in(rank)]

@@ -16,6 +16,7 @@ gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
@@ -31,6 +32,12 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Type of lse, delta and all accumulators for inputs of type ``dtype``: float32, or float64 for
     float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def clear_accumulator(acc: Mapping[str, Tensor]) -> None:
+    """Write the neutral element, the same for every kernel: out 0 and lse -inf, gradients 0."""
+    for name, tensor in acc.items():
+        tensor.fill_(-math.inf if name == "lse" else 0.0)
 
 
 class AttentionKernel(Protocol):
@@ -100,10 +107,6 @@ class AttentionKernel(Protocol):
         do [B, C_q, H, D_v]; lse and delta [B, H, C_q] of the whole row (over all keys of the sequence), in
         the accumulator type, with delta = rowsum(do * out). With ``first_*`` that accumulator is overwritten.
         """
-        ...
-
-    def clear(self, kind: AccumulatorKind, acc: Mapping[str, Tensor]) -> None:
-        """Write the neutral element: out 0 and lse -inf, gradients 0."""
         ...
 
     def finish(

@@ -22,7 +22,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from meshattn_kernels.contract import AccumulatorKind
+from meshattn_kernels.contract import AccumulatorKind, clear_accumulator
 from meshattn_kernels.intervals import Intervals, RowBlock
 
 
@@ -58,10 +58,6 @@ class ReferenceKernel:
             return {"dq": (batch, heads, rows, head_dim)}
         return {"dk": (batch, kv_heads, rows, head_dim), "dv": (batch, kv_heads, rows, head_dim_v)}
 
-    def clear(self, kind: AccumulatorKind, acc: Mapping[str, Tensor]) -> None:
-        for name, tensor in acc.items():
-            tensor.fill_(-math.inf if name == "lse" else 0.0)
-
     def finish(
         self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
     ) -> tuple[Tensor, ...]:
@@ -83,7 +79,7 @@ class ReferenceKernel:
         first: bool,
     ) -> None:
         if first:
-            self.clear("out", acc)
+            clear_accumulator(acc)
         if intervals.is_empty:
             return
         out, lse = acc["out"], acc["lse"]
@@ -128,9 +124,9 @@ class ReferenceKernel:
         first_dkv: bool,
     ) -> None:
         if first_dq:
-            self.clear("dq", dq)
+            clear_accumulator(dq)
         if first_dkv:
-            self.clear("dkv", dkv)
+            clear_accumulator(dkv)
         if intervals.is_empty:
             return
         kv_heads, dtype = k.shape[2], lse.dtype

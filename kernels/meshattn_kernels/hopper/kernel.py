@@ -7,7 +7,6 @@ register order.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from meshattn_kernels.contract import AccumulatorKind
+from meshattn_kernels.contract import AccumulatorKind, clear_accumulator
 from meshattn_kernels.hopper.bind import bind_backward, bind_forward, finished_dkv, finished_dq, on_device
 from meshattn_kernels.hopper.launch import Kept, Launch, tma_ready
 from meshattn_kernels.hopper.plans import BackwardPlan, Call, backward_plan, forward_plan, number_of
@@ -70,10 +69,6 @@ class HopperKernel:
             return {"dq": (batch, heads, rows, head_dim)}
         return {"dk": (batch, rows, kv_heads, head_dim), "dv": (batch, rows, kv_heads, head_dim_v)}
 
-    def clear(self, kind: AccumulatorKind, acc: Mapping[str, Tensor]) -> None:
-        for name, tensor in acc.items():
-            tensor.fill_(-math.inf if name == "lse" else 0.0)
-
     def finish(
         self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
     ) -> tuple[Tensor, ...]:
@@ -106,7 +101,7 @@ class HopperKernel:
             plan = forward_plan(intervals, call)
             if plan.empty:
                 if first:
-                    self.clear("out", acc)
+                    clear_accumulator(acc)
                 return
             with on_device(q.device):
                 launch = bind_forward(call, plan, q, k, v, out, lse, intervals, float(softmax_scale))
@@ -138,9 +133,9 @@ class HopperKernel:
             plan = _backward_plans.put(shapes, backward_plan(intervals, self._call(q, k, v, False)))
         if plan.empty:
             if first_dq:
-                self.clear("dq", dq)
+                clear_accumulator(dq)
             if first_dkv:
-                self.clear("dkv", dkv)
+                clear_accumulator(dkv)
             return
         lse, delta = lse.contiguous(), delta.contiguous()
         accs = _accumulator("dq", dq["dq"]), _accumulator("dk", dkv["dk"]), _accumulator("dv", dkv["dv"])

@@ -5,7 +5,6 @@ All accumulators have rows first, like their results: finishing them is one flat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from meshattn_kernels.contract import AccumulatorKind
+from meshattn_kernels.contract import AccumulatorKind, clear_accumulator
 from meshattn_kernels.dash import ScheduleTable, build_table, choose_schedule
 from meshattn_kernels.intervals import BandIntervals, Intervals
 from meshattn_kernels.portable.backward_dash import clear_rows_kernel, dash_kernel
@@ -62,10 +61,6 @@ class _Portable:
             return {"dq": (batch, rows, heads, head_dim)}
         return {"dk": (batch, rows, kv_heads, head_dim), "dv": (batch, rows, kv_heads, head_dim_v)}
 
-    def clear(self, kind: AccumulatorKind, acc: Mapping[str, Tensor]) -> None:
-        for name, tensor in acc.items():
-            tensor.fill_(-math.inf if name == "lse" else 0.0)
-
     def finish(
         self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
     ) -> tuple[Tensor, ...]:
@@ -79,9 +74,9 @@ class _Portable:
         self, dq: Mapping[str, Tensor], dkv: Mapping[str, Tensor], first_dq: bool, first_dkv: bool
     ) -> None:
         if first_dq:
-            self.clear("dq", dq)
+            clear_accumulator(dq)
         if first_dkv:
-            self.clear("dkv", dkv)
+            clear_accumulator(dkv)
 
     def forward(
         self,
@@ -97,7 +92,7 @@ class _Portable:
         check_call(self.name, q, k, v, softmax_scale)
         if _is_empty_band(intervals):
             if first:
-                self.clear("out", acc)
+                clear_accumulator(acc)
             return
         out, lse = acc["out"], acc["lse"]
         q, k, v = readable(q), readable(k), readable(v)
