@@ -92,6 +92,9 @@ def _execute(call: Call, schedule: Schedule, work: _Pass) -> None:
                 message, work.outgoing(transfer), work.incoming(transfer)
             )
             releases.setdefault(transfer.last_use, []).append(transfer.number)
+        if step.transfers and step.blocks:
+            for transport in {call.transports[transfer.axis] for transfer in step.transfers}:
+                transport.compute_follows()
         for block in step.blocks:
             work.block(block)
         for released in releases.pop(number, ()):
@@ -122,7 +125,8 @@ class _Chunks:
         packing = Packing(tuple(Field(name, tuple(x.shape), x.dtype) for name, x in own.items()))
         first = torch.empty(packing.nbytes, dtype=torch.uint8, device=call.device)
         packing.write(first, own)
-        received = call.transports[axis].buffers(axis, packing.nbytes, slots - 1, call.device)
+        transport = call.transports[axis]
+        received = transport.buffers(axis, "inward", packing.nbytes, slots - 1, call.device)
         self.flat = [first, *received]
         self.views = [packing.views(buffer) for buffer in self.flat]
 
@@ -155,7 +159,8 @@ class _Accumulators:
         )
         self._flat = [torch.empty(held.nbytes, dtype=torch.uint8, device=call.device) for _ in range(slots)]
         self.views = [held.views(buffer) for buffer in self._flat]
-        self._received = call.transports[axis].buffers(axis, self._wire.nbytes, recv_slots, call.device)
+        transport = call.transports[axis]
+        self._received = transport.buffers(axis, "outward", self._wire.nbytes, recv_slots, call.device)
         # One is enough: a partial is sent only after the one before it has gone and its echo is merged.
         self._staging: Tensor | None = None
         if self._wire != held and recv_slots:

@@ -46,7 +46,7 @@ def test_a_ring(ranks: int, backend: Backend) -> None:
     """Two exchanges a hop in flight at once; what came is handed on, until all have seen all."""
 
     def on_rank(transport: Transport, rank: int) -> list[int]:
-        slots = transport.buffers("col", 16, ranks, CPU)
+        slots = transport.buffers("col", "inward", 16, ranks, CPU)
         assert all(slot.shape == (16,) and slot.dtype == torch.uint8 for slot in slots)
         slots[0].fill_(rank)
         for hop in range(1, ranks):

@@ -84,11 +84,14 @@ class Transport(ABC):
 
     name: str
 
-    def __init__(self) -> None:
-        self.traffic = Traffic()
+    def __init__(self, traffic: Traffic | None = None) -> None:
+        self.traffic = Traffic() if traffic is None else traffic
 
-    def buffers(self, axis: str, nbytes: int, slots: int, device: torch.device) -> list[Tensor]:
-        """Flat uint8 buffers that exchanges of `axis` may receive into. Collective: same sizes everywhere."""
+    def buffers(self, axis: str, flow: str, nbytes: int, slots: int, device: torch.device) -> list[Tensor]:
+        """Flat uint8 buffers that the exchanges of an axis and a flow receive into, until the pass ends.
+
+        Collective: same sizes everywhere. The next pass may get the same memory.
+        """
         return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(slots)]
 
     def start(self, message: Message, send: Tensor, recv: Tensor) -> Handle:
@@ -99,6 +102,12 @@ class Transport(ABC):
 
     @abstractmethod
     def _exchange(self, message: Message, send: Tensor, recv: Tensor) -> Handle: ...
+
+    def compute_follows(self) -> None:  # noqa: B027 (optional)
+        """The exchanges of a step have been started, and its blocks come next on the current stream."""
+
+    def check(self) -> None:  # noqa: B027 (optional)
+        """TransportError if an exchange is known to have failed. Does not wait for anything."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Sequence[Tensor]:
