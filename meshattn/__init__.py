@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from meshattn.agreement import RankMismatchError
-    from meshattn.attention import mesh_attention, ring_attention
+    from meshattn.attention import kernel_for, mesh_attention, ring_attention
     from meshattn.mesh import AttentionMesh, init_attention_mesh
     from meshattn.sequence import ShardedSequence
     from meshattn.transport.base import TransportError
@@ -23,6 +23,7 @@ __all__ = [
     "TransportError",
     "__version__",
     "init_attention_mesh",
+    "kernel_for",
     "mesh_attention",
     "ring_attention",
 ]
@@ -33,6 +34,7 @@ _HOME = {
     "ShardedSequence": "meshattn.sequence",
     "TransportError": "meshattn.transport.base",
     "init_attention_mesh": "meshattn.mesh",
+    "kernel_for": "meshattn.attention",
     "mesh_attention": "meshattn.attention",
     "ring_attention": "meshattn.attention",
 }

@@ -24,7 +24,7 @@ from meshattn.plan.cost import CallShape, costs
 from meshattn.plan.greedy import build
 from meshattn.sequence import ShardedSequence
 from meshattn.transport.base import TransportError
-from meshattn_kernels import AttentionKernel, get_kernel
+from meshattn_kernels import ArrayIntervals, AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -67,7 +67,8 @@ def mesh_attention(
         return_lse: also return lse, which is not differentiable.
         reduce_dtype: type in which partial results travel: the accumulator type (default; float32, float64
             for float64) or the type of q.
-        kernel: name of the local kernel; None takes the default one.
+        kernel: name of the local kernel, which is taken or refused; None takes the one that `kernel_for`
+            names.
 
     Returns:
         out [B, L, H, D_v] in the type of q; with ``return_lse`` also lse [B, H, L], natural log, in the
@@ -111,6 +112,30 @@ def ring_attention(
     return _outside_graphs("ring_attention", q, k, v, seq, kv_seq, options)
 
 
+def kernel_for(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    kernel: str | None = None,
+) -> str:
+    """Name of the local kernel that attention runs on such tensors.
+
+    Args:
+        device: of q, k and v.
+        dtype: of q, k and v; under autocast, its type.
+        head_dim: of q and k.
+        head_dim_v: of v, by default that of q and k.
+        kernel: as given to `mesh_attention`.
+
+    Raises:
+        ValueError: no kernel serves that, or the named one does not; the message says which would.
+    """
+    device = torch.device(device)
+    return choose_kernel(kernel, device, dtype, head_dim, head_dim if head_dim_v is None else head_dim_v)
+
+
 def _outside_graphs(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
     """torch.compile leaves its graph here and comes back after the call: exchanges cannot be traced."""
     if torch.compiler.is_compiling():
@@ -151,15 +176,18 @@ def attend(
     mesh = seq.mesh
     mesh.require_open()
     error: Exception | None = None
+    chosen = str(options.kernel)
     try:
         _check_options(kv_seq, options)
         _check_types(q, k, v)
         q, k, v = _autocast(q, k, v)
         _check_tensors(q, k, v, seq)
-        local = _check_kernel(options, q)
+        local = _check_kernel(options, q, v, seq)
+        chosen = local.name
     except Exception as failure:  # whatever it is, the other ranks must not wait for this one
         error = failure
-    mesh.agreement.enter(name, _statement(q, k, v, seq, options), error)
+    # Ranks with other GPUs or versions may choose other kernels, whose accumulators do not fit together.
+    mesh.agreement.enter(name, _statement(q, k, v, seq, options) | {"kernel": chosen}, error)
     ring = Tile(1, mesh.size) if name == "ring_attention" else None
     call = _plan(mesh, seq, q, k, v, options, local, ring)
     out, lse = _Attention.apply(q, k, v, mesh, call)  # type: ignore[no-untyped-call]
@@ -251,10 +279,15 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence) -> Non
         )
 
 
-def _check_kernel(options: _Options, q: Tensor) -> AttentionKernel:
+def _check_kernel(options: _Options, q: Tensor, v: Tensor, seq: ShardedSequence) -> AttentionKernel:
     if options.kernel is not None and not isinstance(options.kernel, str):
         raise ValueError(f"kernel is a {type(options.kernel).__name__}: give its name, or None")
-    local = get_kernel(options.kernel)
+    # The form of the intervals follows from layout and mask, so that any block tells it for all ranks.
+    rank = seq.mesh.rank
+    own_block = seq.block_intervals(MaskRule.build(causal=options.causal), rank, rank)
+    arrays = isinstance(own_block, ArrayIntervals)
+    name = choose_kernel(options.kernel, q.device, q.dtype, q.shape[-1], v.shape[-1], arrays=arrays)
+    local = get_kernel(name)
     if options.deterministic and not local.deterministic:
         raise ValueError(
             f"kernel={local.name!r} is not bitwise deterministic: choose another one, "

@@ -14,16 +14,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from einops import einsum
 from torch import Tensor
 
-from meshattn.merge import merge_partial
 from meshattn.packing import Field, Packing
 from meshattn.plan.assignment import Assignment
 from meshattn.plan.schedule import Block, Merge, Schedule, Transfer
 from meshattn.transport.base import Handle, Message, Transport
 from meshattn_kernels import AttentionKernel, Intervals
 from meshattn_kernels.contract import AccumulatorKind, clear_accumulator
+from meshattn_kernels.delta import row_delta
+from meshattn_kernels.merge import merge_partial
 
 Views = Mapping[str, Tensor]
 
@@ -274,9 +274,7 @@ class _Backward(_Pass):
     def __init__(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor
     ) -> None:
-        exact = call.accumulator_dtype
-        delta = einsum(do.to(exact), out.to(exact), "b c h d, b c h d -> b h c")
-        bundle = {"q": q, "do": do, "lse": lse, "delta": delta}
+        bundle = {"q": q, "do": do, "lse": lse, "delta": row_delta(do, out)}
         super().__init__(call, call.backward_list, bundle, {"k": k, "v": v}, {"dq": "row", "dkv": "col"})
 
     def _compute(self, block: Block, intervals: Intervals) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cases import Shape, dense, make_inputs
-from meshattn.merge import merge_partial
 from meshattn.reference import attention
+from meshattn_kernels.merge import merge_partial
 from tolerance import assert_close
 
 SHAPE = Shape(B=2, S=5, H=6, H_kv=3, D=4, D_v=7, S_k=13)

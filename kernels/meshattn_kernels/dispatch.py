@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from meshattn_kernels.contract import AttentionKernel
 from meshattn_kernels.reference import ReferenceKernel
-
-DEFAULT = "reference"
+from meshattn_kernels.rules import Platform, Request, choose
 
 
 def _hopper() -> AttentionKernel:
@@ -28,24 +29,56 @@ def _triton_dash() -> AttentionKernel:
     return TritonDashKernel()
 
 
+def _sdpa() -> AttentionKernel:
+    from meshattn_kernels.sdpa import SdpaKernel
+
+    return SdpaKernel()
+
+
+def _fa4() -> AttentionKernel:
+    from meshattn_kernels.fa4 import Fa4Kernel
+
+    return Fa4Kernel()
+
+
 _KERNELS: dict[str, Callable[[], AttentionKernel]] = {
     "reference": ReferenceKernel,
     "hopper": _hopper,
     "triton": _triton,
     "triton-dash": _triton_dash,
+    "sdpa": _sdpa,
+    "fa4": _fa4,
 }
 
 
 def kernel_names() -> tuple[str, ...]:
-    """Names that ``get_kernel`` takes."""
+    """Names that ``get_kernel`` and ``choose_kernel`` take."""
     return tuple(_KERNELS)
 
 
-def get_kernel(name: str | None = None) -> AttentionKernel:
-    """The kernel of that name, the default one for None. Raises ValueError for an unknown name."""
-    chosen = DEFAULT if name is None else name
-    if chosen not in _KERNELS:
-        raise ValueError(
-            f"kernel is {chosen!r}; choose one of {', '.join(_KERNELS)}, or None for the default"
-        )
-    return _KERNELS[chosen]()
+def get_kernel(name: str) -> AttentionKernel:
+    """The kernel of that name, whatever it serves. Raises ValueError for an unknown name."""
+    if name not in _KERNELS:
+        raise ValueError(f"kernel is {name!r}; choose one of {', '.join(_KERNELS)}")
+    return _KERNELS[name]()
+
+
+def choose_kernel(
+    name: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    *,
+    arrays: bool = False,
+) -> str:
+    """Name of the kernel that runs on tensors of this device, type and head sizes (q and k; v).
+
+    Args:
+        name: a kernel that must be taken or refused; None chooses by the rule of ``meshattn_kernels.rules``.
+        arrays: whether intervals may come as arrays.
+
+    Raises:
+        ValueError: no kernel serves that, or the named one does not; the message says which would.
+    """
+    return choose(name, Request(Platform.of(device), dtype, head_dim, head_dim_v, arrays))

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from meshattn_kernels.rules import runs_triton
+
 
 def merge_partial(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Merge another partial result into (out, lse), in place.
@@ -22,6 +24,11 @@ def merge_partial(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
     """
     assert out.shape == other_out.shape, f"out {list(out.shape)} and other_out {list(other_out.shape)} differ"
     assert lse.shape == other_lse.shape, f"lse {list(lse.shape)} and other_lse {list(other_lse.shape)} differ"
+    if runs_triton(out.device, out.dtype):
+        from meshattn_kernels.row_passes import launch_merge
+
+        launch_merge(out, lse, other_out, other_lse)
+        return
     other_lse = other_lse.to(lse.dtype)
     pivot = torch.maximum(lse, other_lse)
     # Rows empty on both sides: exp(-inf - 0) is 0 where exp(-inf + inf) is NaN.
