@@ -149,6 +149,29 @@ def test_a_simulated_wait_is_a_rendezvous() -> None:
     assert min(_on_ranks(2, "threads", on_rank)) >= 0.5
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_halves_that_do_not_take_place(backend: Backend) -> None:
+    """Rank 0 sends nothing in the first exchange and rank 2 none in the second; all are whole afterwards."""
+
+    def on_rank(transport: Transport, rank: int) -> tuple[list[int], tuple[TrafficRecord, ...]]:
+        found = []
+        for number, silent in enumerate((0, 2, None)):
+            recv = torch.zeros(16, dtype=torch.uint8)
+            send = None if rank == silent else _filled(10 * number + rank)
+            transport.start(_message(rank, 3), send, None if (rank + 1) % 3 == silent else recv).wait()
+            found.append(int(recv[0]))
+        nothing = transport.start(_message(rank, 3), None, None)
+        nothing.wait()
+        nothing.release()
+        return found, transport.traffic.records()
+
+    answers = _on_ranks(3, backend, on_rank)
+    assert [found for found, _ in answers] == [[1, 11, 21], [2, 0, 22], [0, 10, 20]]
+    counts = [(2, 32, 48), (3, 48, 32), (2, 32, 32)]
+    for (_, records), (messages, sent, received) in zip(answers, counts, strict=True):
+        assert records == (TrafficRecord("forward", "col", "inward", messages, sent, received),)
+
+
 def test_connections_of_one_simulated_group_do_not_mix() -> None:
     """Also if the ranks start their exchanges in different orders."""
 

@@ -34,7 +34,7 @@ class Message:
 
 @dataclass(frozen=True)
 class TrafficRecord:
-    """Bytes and messages of one rank since the last reset, for one phase, axis and flow."""
+    """Messages sent and bytes of one rank since the last reset, for one phase, axis and flow."""
 
     phase: str
     axis: str
@@ -50,14 +50,16 @@ class Traffic:
     def __init__(self) -> None:
         self._records: dict[tuple[str, str, str], TrafficRecord] = {}
 
-    def count(self, message: Message, send: Tensor, recv: Tensor) -> None:
+    def count(self, message: Message, send: Tensor | None, recv: Tensor | None) -> None:
+        if send is None and recv is None:
+            return
         key = (message.phase, message.axis, message.flow)
         old = self._records.get(key, TrafficRecord(*key))
         self._records[key] = replace(
             old,
-            messages=old.messages + 1,
-            sent_bytes=old.sent_bytes + send.numel() * send.element_size(),
-            received_bytes=old.received_bytes + recv.numel() * recv.element_size(),
+            messages=old.messages + (send is not None),
+            sent_bytes=old.sent_bytes + _num_bytes(send),
+            received_bytes=old.received_bytes + _num_bytes(recv),
         )
 
     def records(self) -> tuple[TrafficRecord, ...]:
@@ -65,6 +67,10 @@ class Traffic:
 
     def reset(self) -> None:
         self._records.clear()
+
+
+def _num_bytes(buffer: Tensor | None) -> int:
+    return 0 if buffer is None else buffer.numel() * buffer.element_size()
 
 
 class Handle(Protocol):
@@ -94,14 +100,18 @@ class Transport(ABC):
         """
         return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(slots)]
 
-    def start(self, message: Message, send: Tensor, recv: Tensor) -> Handle:
-        """Send `send` to rank `message.to`, fill `recv` from rank `message.source`; both contiguous."""
-        assert send.is_contiguous() and recv.is_contiguous(), message.label
+    def start(self, message: Message, send: Tensor | None, recv: Tensor | None) -> Handle:
+        """Send `send` to rank `message.to`, fill `recv` from rank `message.source`; both contiguous.
+
+        A half that is None does not take place, and its peer leaves it out too. Every rank starts every
+        exchange all the same, also one of which nothing is left for it.
+        """
+        assert all(x is None or x.is_contiguous() for x in (send, recv)), message.label
         self.traffic.count(message, send, recv)
         return self._exchange(message, send, recv)
 
     @abstractmethod
-    def _exchange(self, message: Message, send: Tensor, recv: Tensor) -> Handle: ...
+    def _exchange(self, message: Message, send: Tensor | None, recv: Tensor | None) -> Handle: ...
 
     def compute_follows(self) -> None:  # noqa: B027 (optional)
         """The exchanges of a step have been started, and its blocks come next on the current stream."""

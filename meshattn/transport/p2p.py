@@ -16,7 +16,7 @@ _TAGS = (
 
 
 class _P2PHandle:
-    def __init__(self, where: str, works: Sequence[dist.Work], buffers: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, where: str, works: Sequence[dist.Work], buffers: tuple[Tensor | None, ...]) -> None:
         self._where = where
         self._works = works
         self._buffers = buffers  # kept alive until both halves are done
@@ -57,7 +57,7 @@ class P2PTransport(Transport):
         self._names = tuple(names)
         self._count = 0
 
-    def _exchange(self, message: Message, send: Tensor, recv: Tensor) -> _P2PHandle:
+    def _exchange(self, message: Message, send: Tensor | None, recv: Tensor | None) -> _P2PHandle:
         tag = self._count % _TAGS
         self._count += 1
         to, source = self._members[message.to], self._members[message.source]
@@ -65,13 +65,14 @@ class P2PTransport(Transport):
             f"{message.label}: the exchange to rank {self._names[message.to]} and from rank "
             f"{self._names[message.source]}"
         )
+        halves = [(dist.isend, send, to), (dist.irecv, recv, source)]
+        operations = [
+            dist.P2POp(operation, buffer, group=self._group, tag=tag, group_peer=peer)
+            for operation, buffer, peer in halves
+            if buffer is not None
+        ]
         try:
-            works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, send, group=self._group, tag=tag, group_peer=to),
-                    dist.P2POp(dist.irecv, recv, group=self._group, tag=tag, group_peer=source),
-                ]
-            )
+            works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise _failed(where, error) from error
         return _P2PHandle(where, works, (send, recv))

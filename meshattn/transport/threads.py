@@ -78,7 +78,12 @@ class SimulatedGroup:
 
 class _ThreadHandle:
     def __init__(
-        self, transport: ThreadTransport, message: Message, recv: Tensor, number: int, sent: _Parcel
+        self,
+        transport: ThreadTransport,
+        message: Message,
+        recv: Tensor | None,
+        number: int,
+        sent: _Parcel | None,
     ) -> None:
         self._transport = transport
         self._message = message
@@ -88,15 +93,17 @@ class _ThreadHandle:
 
     def wait(self) -> None:
         transport, message = self._transport, self._message
-        parcel = transport.take(message, self._number)
-        if parcel.buffer.numel() != self._recv.numel():
-            raise TransportError(
-                f"{message.label}: rank {transport.rank} expected {self._recv.numel()} bytes from rank "
-                f"{message.source}, which sent {parcel.buffer.numel()}"
-            )
-        self._recv.copy_(parcel.buffer)
-        transport.acknowledge(message, parcel)
-        transport.until_taken(message, self._sent)
+        if self._recv is not None:
+            parcel = transport.take(message, self._number)
+            if parcel.buffer.numel() != self._recv.numel():
+                raise TransportError(
+                    f"{message.label}: rank {transport.rank} expected {self._recv.numel()} bytes from rank "
+                    f"{message.source}, which sent {parcel.buffer.numel()}"
+                )
+            self._recv.copy_(parcel.buffer)
+            transport.acknowledge(message, parcel)
+        if self._sent is not None:
+            transport.until_taken(message, self._sent)
 
     def release(self) -> None:
         pass
@@ -116,11 +123,12 @@ class ThreadTransport(Transport):
         self._posted = [0] * group.size  # parcels so far, by receiver and by sender
         self._expected = [0] * group.size
 
-    def _exchange(self, message: Message, send: Tensor, recv: Tensor) -> _ThreadHandle:
-        recv.fill_(_NAN_BYTE)
-        parcel = self._post(message.to, send)
+    def _exchange(self, message: Message, send: Tensor | None, recv: Tensor | None) -> _ThreadHandle:
         number = self._expected[message.source]
-        self._expected[message.source] += 1
+        if recv is not None:
+            recv.fill_(_NAN_BYTE)
+            self._expected[message.source] += 1
+        parcel = None if send is None else self._post(message.to, send)
         return _ThreadHandle(self, message, recv, number, parcel)
 
     def _post(self, to: int, buffer: Tensor) -> _Parcel:
