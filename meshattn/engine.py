@@ -149,7 +149,15 @@ class _Accumulators:
             head_dim=call.head_dim,
             head_dim_v=call.head_dim_v,
         )
-        held = Packing(tuple(Field(name, shape, call.accumulator_dtype) for name, shape in shapes.items()))
+        # On a mesh of one rank one block is all that is ever added.
+        alone = call.assignment.tile.ranks == 1 and kind in call.kernel.writes_finished
+        kept = call.dtype if alone else call.accumulator_dtype
+        held = Packing(
+            tuple(
+                Field(name, shape, call.accumulator_dtype if name == "lse" else kept)
+                for name, shape in shapes.items()
+            )
+        )
         # lse always moves in full: rounding it would scale whole rows.
         self._wire = Packing(
             tuple(
@@ -157,8 +165,15 @@ class _Accumulators:
                 for name, shape in shapes.items()
             )
         )
-        self._flat = [torch.empty(held.nbytes, dtype=torch.uint8, device=call.device) for _ in range(slots)]
-        self.views = [held.views(buffer) for buffer in self._flat]
+        self.moves = recv_slots > 0
+        self._flat: list[Tensor] = []
+        self.views: list[Views]
+        if self.moves:
+            sizes = [held.nbytes] * slots
+            self._flat = [torch.empty(size, dtype=torch.uint8, device=call.device) for size in sizes]
+            self.views = [held.views(buffer) for buffer in self._flat]
+        else:  # tensors of their own, which the caller may get and write to
+            self.views = [held.tensors(call.device) for _ in range(slots)]
         transport = call.transports[axis]
         self._received = transport.buffers(axis, "outward", self._wire.nbytes, recv_slots, call.device)
         # One is enough: a partial is sent only after the one before it has gone and its echo is merged.
@@ -265,9 +280,11 @@ class _Forward(_Pass):
         )
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        (out,) = self._partials["out"].finish()
+        partial = self._partials["out"]
+        (out,) = partial.finish()
+        lse = partial.views[0]["lse"]
         # A copy: a view would keep the whole accumulator alive until the backward pass.
-        return out, self._partials["out"].views[0]["lse"].clone()
+        return out, lse.clone() if partial.moves else lse
 
 
 class _Backward(_Pass):

@@ -51,6 +51,13 @@ class AttentionKernel(Protocol):
         """Whether equal inputs give equal bits on every run."""
         ...
 
+    @property
+    def writes_finished(self) -> frozenset[AccumulatorKind]:
+        """Kinds whose accumulators may have the type of the inputs (all but lse) where one block, with
+        ``first``, is all that they ever get: the kernel then writes the result, and ``finish`` returns these
+        tensors as they are."""
+        ...
+
     def accumulator_shapes(
         self,
         kind: AccumulatorKind,

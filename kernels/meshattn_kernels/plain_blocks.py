@@ -70,6 +70,7 @@ class PlainBlocks:
     """All of ``meshattn_kernels.contract.AttentionKernel`` but the two passes over a piece."""
 
     name: ClassVar[str]
+    writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset()
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool

@@ -36,6 +36,7 @@ class ReferenceKernel:
 
     name: ClassVar[str] = "reference"
     deterministic: ClassVar[bool] = True
+    writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset()
 
     def __post_init__(self) -> None:
         if self.block_q < 1 or self.block_k < 1:

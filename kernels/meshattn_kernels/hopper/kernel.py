@@ -45,6 +45,7 @@ class HopperKernel:
     schedule: str | None = None
 
     name: ClassVar[str] = "hopper"
+    writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset()
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:

@@ -43,6 +43,7 @@ class _Portable:
     """All but the backward."""
 
     name: ClassVar[str]
+    writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset()
 
     def accumulator_shapes(
         self,
