@@ -17,6 +17,7 @@ from .cost import (
     traffic,
 )
 from .greedy import build
+from .hops import Hops, Visibility, hops_of
 from .makespan import makespan
 from .schedule import Block, Channels, Costs, Direction, Merge, Payload, Schedule, Slots, Step, Transfer
 
@@ -28,6 +29,7 @@ __all__ = [
     "Channels",
     "Costs",
     "Direction",
+    "Hops",
     "Memory",
     "Merge",
     "Payload",
@@ -37,10 +39,12 @@ __all__ = [
     "Tile",
     "Traffic",
     "Transfer",
+    "Visibility",
     "build",
     "check",
     "choose_tile",
     "costs",
+    "hops_of",
     "lower_bound",
     "makespan",
     "memory",

@@ -7,11 +7,12 @@ transfer arrive as early as possible (its receive slot changes hands at the star
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from .assignment import Assignment, Axis
+from .hops import Hops, Visibility, hops_of
 from .schedule import AXIS, INWARD, Block, Merge, Payload, Schedule, Slots, Transfer, payloads
 
 
@@ -33,22 +34,34 @@ class _Rank:
     chunks: dict[tuple[Axis, int], int] = field(default_factory=dict)
     accs: dict[tuple[Axis, int], _Accumulator] = field(default_factory=dict)
     partials: dict[tuple[Axis, int], int] = field(default_factory=dict)  # contributions received, as bits
+    used: set[int] = field(default_factory=set)  # transfers whose chunk a block reads, or that is sent on
 
 
-def check(schedule: Schedule) -> None:
+def check(
+    schedule: Schedule, visibility: Visibility | None = None, hops: Sequence[Hops] | None = None
+) -> None:
     """Prove a list for every rank of its tile; AssertionError that says what is wrong, and in which step.
+
+    ``visibility`` says which blocks have anything to compute (by default all), ``hops`` which hops each rank
+    takes part in (by default those of ``hops_of``).
 
     Each block once and by its owner; sends and receives match pairwise on all ranks; nothing is read before
     it was waited for; no slot is overwritten while it is read, sent or still needed, also on the receiver's
     side; every row and, backward, every column ends complete on its owner with each contribution once; each
-    transfer is waited for once; the slots are those of ``Slots.of``.
+    transfer is waited for once; the slots are those of ``Slots.of``. Empty blocks are not run and contribute
+    nothing; a hop takes place if and only if it carries something that is used.
     """
-    _Checker(schedule).run()
+    visibility = visibility or Visibility.full(schedule.tile.ranks)
+    if hops is None:
+        hops = [hops_of(schedule.tile, rank, visibility) for rank in range(schedule.tile.ranks)]
+    _Checker(schedule, visibility, hops).run()
 
 
 class _Checker:
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, visibility: Visibility, hops: Sequence[Hops]) -> None:
         self.schedule = schedule
+        self.visibility = visibility
+        self.hops_of = hops
         self.tile = schedule.tile
         self.assignment = Assignment(schedule.tile)
         names = payloads(schedule.direction)
@@ -61,6 +74,8 @@ class _Checker:
             "row": [[self.assignment.query_chunk(i, k) for k in rows] for i in ranks],
             "col": [[self.assignment.key_chunk(i, k) for k in cols] for i in ranks],
         }
+        # By the last outward transfer: the chunks across that the ranks up to this one in its chain compute.
+        self.behind: dict[Axis, list[int]] = {axis: [0] * self.tile.ranks for axis in self.outward}
         self.ranks = [_Rank(i) for i in ranks]
         for rank in self.ranks:
             rank.chunks["row", 0] = rank.chunks["col", 0] = rank.number
@@ -150,7 +165,8 @@ class _Checker:
         self._need_slot("acc", t.axis, merge.acc)
         for rank in self.ranks:
             acc = self._accumulator(rank, t.axis, merge.acc, merge.index, first=False)
-            self._add(rank, acc, rank.partials[t.axis, t.recv_slot])
+            if self.hops_of[rank.number].receives(t):
+                self._add(rank, acc, rank.partials[t.axis, t.recv_slot])
 
     # Transfers
 
@@ -201,8 +217,10 @@ class _Checker:
         """A partial leaves complete: this rank's own blocks and those of the ranks before it in the chain."""
         if t.sent == 0:
             self._fail(f"{t.payload} {t.index} sends away the own line")
-        complete = t.index * self.tile.size("col" if t.axis == "row" else "row")
+        self._pass_on(t)
         for rank in self.ranks:
+            line = self.chunk[t.axis][rank.number][t.sent]
+            complete = (self.visibility.line(t.axis, line) & self.behind[t.axis][rank.number]).bit_count()
             acc = rank.accs.get((t.axis, t.send_slot))
             if acc is None or acc.line != t.sent:
                 self._fail(f"{t.payload} {t.index}: slot {t.send_slot} does not hold line #{t.sent}")
@@ -213,24 +231,49 @@ class _Checker:
                     f"{t.payload} {t.index}: rank {rank.number} sends {acc.parts.bit_count()} of {complete} "
                     f"contributions to line #{t.sent}"
                 )
+            if self.hops_of[rank.number].sends(t) != (complete > 0):
+                self._fail(
+                    f"{t.payload} {t.index}: rank {rank.number} has {complete} contributions to line "
+                    f"#{t.sent}, and {'keeps them' if complete else 'sends it'}"
+                )
             acc.sending = t.number
 
+    def _pass_on(self, t: Transfer) -> None:
+        """The chain of a line that is sent grows by the sender: which columns (rows) its ranks compute."""
+        across: Axis = "col" if t.axis == "row" else "row"
+        behind = self.behind[t.axis]
+        before = [behind[self.assignment.neighbour(rank.number, t.axis, 1)] for rank in self.ranks]
+        own = [sum(1 << chunk for chunk in chunks) for chunks in self.chunk[across]]
+        self.behind[t.axis] = [x | y for x, y in zip(own, before, strict=True)]
+
     def _exchange(self, t: Transfer) -> None:
-        """All ranks send and receive: what arrives must be what the receiver counts as #received."""
-        arriving: list[int] = []
+        """A rank sends if and only if its peer receives, and what the peer counts as #received."""
+        arriving: list[int | None] = []
         for rank in self.ranks:
             sender = self.ranks[self.assignment.neighbour(rank.number, t.axis, -t.offset)]
             if self.assignment.neighbour(sender.number, t.axis, t.offset) != rank.number:
                 self._fail(f"{t.payload} {t.index}: rank {sender.number} does not send to {rank.number}")
+            sends = self.hops_of[sender.number].sends(t)
+            if sends != self.hops_of[rank.number].receives(t):
+                who = f"rank {sender.number} {'sends' if sends else 'does not send'}"
+                self._fail(f"{t.payload} {t.index}: {who}, rank {rank.number} thinks otherwise")
             sent = self.chunk[t.axis][sender.number][t.sent]
-            if t.inward and sender.chunks.get((t.axis, t.send_slot)) != sent:
+            if sends and t.inward and sender.chunks.get((t.axis, t.send_slot)) != sent:
                 self._fail(f"{t.payload} {t.index}: slot {t.send_slot} does not hold #{t.sent}")
             expected = self.chunk[t.axis][rank.number][t.received]
             if sent != expected:
                 self._fail(f"{t.payload} {t.index}: rank {rank.number} expects {expected}, gets {sent}")
-            arriving.append(sent if t.inward else sender.accs[t.axis, t.send_slot].parts)
+            if not sends:
+                arriving.append(None)
+            else:
+                arriving.append(sent if t.inward else sender.accs[t.axis, t.send_slot].parts)
+                if t.inward and t.sent:
+                    sender.used.add(self.by_index[t.payload, t.sent].number)
         for rank, content in zip(self.ranks, arriving, strict=True):
-            (rank.chunks if t.inward else rank.partials)[t.axis, t.recv_slot] = content
+            slots = rank.chunks if t.inward else rank.partials
+            slots.pop((t.axis, t.recv_slot), None)
+            if content is not None:
+                slots[t.axis, t.recv_slot] = content
 
     # Blocks
 
@@ -256,13 +299,22 @@ class _Checker:
             self._need_slot("acc", "col", block.col_acc)
         for rank in self.ranks:
             p, q = self.chunk["row"][rank.number][block.row], self.chunk["col"][rank.number][block.col]
-            if (rank.chunks.get(("row", block.row_slot)), rank.chunks.get(("col", block.col_slot))) != (p, q):
+            seen = self.visibility.sees(p, q)
+            if seen and (
+                rank.chunks.get(("row", block.row_slot)),
+                rank.chunks.get(("col", block.col_slot)),
+            ) != (p, q):
                 self._fail(f"{name}: its slots do not hold the chunks {p} and {q} of rank {rank.number}")
             if self.assignment.owner(p, q) != rank.number:
                 self._fail(f"{name}: rank {rank.number} does not own ({p}, {q})")
-            self._add(rank, self._accumulator(rank, "row", block.row_acc, block.row, first=True), 1 << q)
+            row = self._accumulator(rank, "row", block.row_acc, block.row, first=True)
+            self._add(rank, row, seen << q)
             if "col" in self.outward:
-                self._add(rank, self._accumulator(rank, "col", block.col_acc, block.col, first=True), 1 << p)
+                col = self._accumulator(rank, "col", block.col_acc, block.col, first=True)
+                self._add(rank, col, seen << p)
+            if seen:
+                received = [self.by_index[self.inward[axis], k] for axis, k, _ in self._sides(block) if k]
+                rank.used.update(t.number for t in received)
 
     def _accumulator(self, rank: _Rank, axis: Axis, slot: int, line: int, *, first: bool) -> _Accumulator:
         """The accumulator of a line; a block may take the slot over from a line that has left."""
@@ -303,7 +355,10 @@ class _Checker:
         if len(self.computed) != self.tile.ranks:
             self._fail(f"each rank computes {len(self.computed)} of {self.tile.ranks} blocks")
         for rank in self.ranks:
+            for t in self.started:
+                if t.inward and self.hops_of[rank.number].receives(t) and t.number not in rank.used:
+                    self._fail(f"rank {rank.number} receives {t.payload} {t.index} in vain")
             for axis in self.outward:
                 own = rank.accs[axis, 0]
-                if own.line != 0 or own.parts != (1 << self.tile.ranks) - 1:
+                if own.line != 0 or own.parts != self.visibility.line(axis, rank.number):
                     self._fail(f"rank {rank.number} ends with {own.parts.bit_count()} parts in its {axis} #0")

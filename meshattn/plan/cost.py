@@ -1,13 +1,14 @@
 """What a call costs a rank, in closed form: bytes, messages, memory, nominal times; the choice of the tile.
 
-Letters: B batch, C rows of a chunk, H and H_kv heads, D head size of q and k, D_v of v and out, w bytes of
-the input type, r of the type partials move in, m of accumulators and lse; N = B*C*H query rows, N_kv =
-B*C*H_kv. Per rank
+Letters: B batch, C and C_kv rows of a query and of a key/value chunk, H and H_kv heads, D head size of q and
+k, D_v of v and out, w bytes of the input type, r of the type partials move in, m of accumulators and lse; N =
+B*C*H query rows, N_kv = B*C_kv*H_kv. Per rank
 
     forward   (a-1) N (D w + D_v r + m)        + (b-1) N_kv (D + D_v) w
     backward  (a-1) N ((D + D_v) w + D r + 2m) + (b-1) N_kv (D + D_v) (w + r)
 
-bytes are sent, as many are received. The tests hold these against the sum over the transfers of the lists.
+bytes are sent, as many are received, where every chunk is needed everywhere; hops that masks make needless
+are left out. The tests hold these against the sum over the transfers of the lists.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from .assignment import Axis, Tile, tiles
+from .hops import Hops
 from .schedule import AXIS, INWARD, Costs, Direction, Payload, Slots, Way, payloads
 
 # Attention work that takes as long as one byte on a link: about 600 TFLOP/s of a large GPU beside a 300 GB/s
@@ -26,7 +28,10 @@ FLOPS_PER_BYTE = 2000
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """Sizes of one attention call inside the engine; ``rows`` is C, of one chunk, padding included."""
+    """Sizes of one attention call inside the engine; ``rows`` is C, of one chunk, padding included.
+
+    ``key_rows`` is C_kv, the rows of a key/value chunk where keys are another sequence; by default C.
+    """
 
     batch: int
     rows: int
@@ -38,13 +43,13 @@ class CallShape:
     reduce_itemsize: int
     acc_itemsize: int
     causal: bool
+    key_rows: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if getattr(self, field.name) < 1 and field.name != "causal":
-                raise ValueError(
-                    f"shape: {field.name} is {getattr(self, field.name)}, but must be at least 1"
-                )
+            size = getattr(self, field.name)
+            if field.name != "causal" and size is not None and size < 1:
+                raise ValueError(f"shape: {field.name} is {size}, but must be at least 1")
 
     @property
     def query_rows(self) -> int:
@@ -53,8 +58,13 @@ class CallShape:
 
     @property
     def kv_rows(self) -> int:
-        """N_kv = B*C*H_kv."""
-        return self.batch * self.rows * self.kv_heads
+        """N_kv = B*C_kv*H_kv."""
+        return self.batch * self.chunk_keys * self.kv_heads
+
+    @property
+    def chunk_keys(self) -> int:
+        """C_kv."""
+        return self.rows if self.key_rows is None else self.key_rows
 
 
 def payload_bytes(payload: Payload, shape: CallShape) -> int:
@@ -91,21 +101,30 @@ class Traffic:
     num_messages: int
 
 
-def traffic(direction: Direction, tile: Tile, shape: CallShape) -> dict[tuple[Axis, Way], Traffic]:
-    """Traffic of a pass per axis and way; an axis that moves nothing that way has an entry of zeros."""
+def traffic(
+    direction: Direction, tile: Tile, shape: CallShape, hops: Hops | None = None
+) -> dict[tuple[Axis, Way], Traffic]:
+    """What is sent in a pass per axis and way; an axis that moves nothing that way has an entry of zeros.
+
+    ``hops`` are those of one rank, where masks leave some out.
+    """
     result: dict[tuple[Axis, Way], Traffic] = {
         (axis, way): Traffic(0, 0) for axis in ("row", "col") for way in ("inward", "outward")
     }
     for payload in payloads(direction):
-        hops = tile.size(AXIS[payload]) - 1
+        axis = AXIS[payload]
         way: Way = "inward" if payload in INWARD else "outward"
-        result[AXIS[payload], way] = Traffic(hops * payload_bytes(payload, shape), hops)
+        if hops is None:
+            messages = tile.size(axis) - 1
+        else:
+            messages = sum(1 for hop in hops.sent if hop[:2] == (axis, way))
+        result[axis, way] = Traffic(messages * payload_bytes(payload, shape), messages)
     return result
 
 
-def total_bytes(direction: Direction, tile: Tile, shape: CallShape) -> int:
-    """Bytes that one rank sends in a pass, all axes and ways."""
-    return sum(part.num_bytes for part in traffic(direction, tile, shape).values())
+def total_bytes(direction: Direction, tile: Tile, shape: CallShape, hops: Hops | None = None) -> int:
+    """Bytes that one rank sends in a pass, all axes and ways; ``hops`` as in ``traffic``."""
+    return sum(part.num_bytes for part in traffic(direction, tile, shape, hops).values())
 
 
 def num_hops(direction: Direction, tile: Tile) -> int:
@@ -156,7 +175,7 @@ def block_flops(direction: Direction, shape: CallShape) -> int:
     """Matrix work of a block: forward q k^T, p v; backward s, dp, dv, dq, dk. A causal one is half full."""
     d, d_v = shape.head_dim, shape.head_dim_v
     depth = d + d_v if direction == "forward" else 3 * d + 2 * d_v
-    flops = 2 * shape.query_rows * shape.rows * depth
+    flops = 2 * shape.query_rows * shape.chunk_keys * depth
     return flops // 2 if shape.causal else flops
 
 

@@ -1,0 +1,148 @@
+"""Hops that carry nothing do not take place, on both of their ends; every other one does."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from meshattn.plan import (
+    Assignment,
+    CallShape,
+    Direction,
+    Hops,
+    Tile,
+    Visibility,
+    build,
+    check,
+    hops_of,
+    payload_bytes,
+    tiles,
+    total_bytes,
+)
+from meshattn.plan.hops import Hop
+from plan_cases import costs
+
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+EVERY_TILE = [tile for ranks in range(1, 10) for tile in tiles(ranks)]
+SPOILT_TILES = [Tile(1, 4), Tile(4, 1), Tile(2, 3), Tile(3, 2)]
+
+
+def random_facts(rng: random.Random, ranks: int) -> Visibility:
+    """From nearly empty to nearly full."""
+    density = rng.random()
+    return Visibility(tuple(sum((rng.random() < density) << q for q in range(ranks)) for _ in range(ranks)))
+
+
+def every_rank(tile: Tile, facts: Visibility) -> list[Hops]:
+    return [hops_of(tile, rank, facts) for rank in range(tile.ranks)]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("tile", EVERY_TILE, ids=lambda tile: f"P{tile.ranks}-{tile}")
+def test_lists_are_right_for_any_facts(tile: Tile, direction: Direction) -> None:
+    """The checker proves both directions: nothing that is used is missing, nothing moves in vain."""
+    rng = random.Random(f"{tile} {direction}")
+    for kind in ("mha", "gqa8-fp32"):
+        for ratio in (0.1, 0.7):
+            schedule = build(direction, tile, costs(direction, kind, ratio))
+            for _ in range(8):
+                check(schedule, random_facts(rng, tile.ranks))
+
+
+@pytest.mark.parametrize("tile", EVERY_TILE, ids=lambda tile: f"P{tile.ranks}-{tile}")
+def test_the_rule_in_words(tile: Tile) -> None:
+    """Follow every chunk and every line round its ring, rank after rank to the left of its owner."""
+    rng = random.Random(f"words {tile}")
+    assignment = Assignment(tile)
+    for _ in range(6):
+        facts = random_facts(rng, tile.ranks)
+        hops = every_rank(tile, facts)
+        for owner in range(tile.ranks):
+            for axis in ("row", "col"):
+                way = [assignment.neighbour(owner, axis, -m) for m in range(tile.size(axis))]
+                if axis == "row":
+                    works = [any(facts.sees(owner, q) for q in assignment.keys(rank)) for rank in way]
+                else:
+                    works = [any(facts.sees(p, owner) for p in assignment.queries(rank)) for rank in way]
+                for k in range(1, len(way)):
+                    inward: Hop = (axis, "inward", k)  # the chunk, to the k-th rank of its way
+                    assert (inward in hops[way[k - 1]].sent) == any(works[k:])
+                    assert (inward in hops[way[k]].received) == any(works[k:])
+                    outward: Hop = (axis, "outward", k)  # the line, from the k-th rank on
+                    then = way[(k + 1) % len(way)]
+                    assert (outward in hops[way[k]].sent) == any(works[1 : k + 1])
+                    assert (outward in hops[then].received) == any(works[1 : k + 1])
+
+
+def test_all_hops_of_full_facts_and_none_of_empty_ones() -> None:
+    for tile in EVERY_TILE:
+        full, empty = Visibility.full(tile.ranks), Visibility((0,) * tile.ranks)
+        for rank in range(tile.ranks):
+            hops = hops_of(tile, rank, full)
+            assert hops.sent == hops.received and len(hops.sent) == 2 * (tile.a - 1) + 2 * (tile.b - 1)
+            assert hops_of(tile, rank, empty) == Hops(frozenset(), frozenset())
+
+
+def test_own_blocks_alone_move_nothing() -> None:
+    for tile in EVERY_TILE:
+        own = Visibility(tuple(1 << p for p in range(tile.ranks)))
+        assert not any(hops.sent for hops in every_rank(tile, own))
+
+
+def test_facts_by_query_and_by_key_agree() -> None:
+    facts = random_facts(random.Random(3), 7)
+    for p in range(7):
+        for q in range(7):
+            assert facts.sees(p, q) == bool(facts.queries[q] >> p & 1)
+            assert (
+                facts.sees(p, q) == bool(facts.line("row", p) >> q & 1) == bool(facts.line("col", q) >> p & 1)
+            )
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("tile", SPOILT_TILES, ids=str)
+def test_one_end_that_differs_is_found(tile: Tile, direction: Direction) -> None:
+    """Any hop of any rank taken away from, or given to, one of its ends alone."""
+    schedule = build(direction, tile, costs(direction, "mha", 0.5))
+    facts = random_facts(random.Random(f"ends {tile}"), tile.ranks)
+    hops = every_rank(tile, facts)
+    moved = {(t.axis, t.way, t.index) for t in schedule.transfers}
+    for rank in range(tile.ranks):
+        for hop in moved:
+            for side in ("sent", "received"):
+                spoilt = replace(hops[rank], **{side: getattr(hops[rank], side) ^ {hop}})
+                with pytest.raises(AssertionError):
+                    check(schedule, facts, [*hops[:rank], spoilt, *hops[rank + 1 :]])
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("tile", SPOILT_TILES, ids=str)
+def test_needless_and_missing_hops_are_found(tile: Tile, direction: Direction) -> None:
+    """Any hop taken away from, or given to, both of its ends: pairs match, and it is wrong all the same."""
+    schedule = build(direction, tile, costs(direction, "mha", 0.5))
+    facts = random_facts(random.Random(f"both {tile}"), tile.ranks)
+    hops = every_rank(tile, facts)
+    assignment = Assignment(tile)
+    for t in schedule.transfers:
+        for rank in range(tile.ranks):
+            spoilt = list(hops)
+            left = assignment.neighbour(rank, t.axis, -1)
+            hop = (t.axis, t.way, t.index)
+            spoilt[rank] = replace(spoilt[rank], sent=spoilt[rank].sent ^ {hop})
+            spoilt[left] = replace(spoilt[left], received=spoilt[left].received ^ {hop})
+            with pytest.raises(AssertionError):
+                check(schedule, facts, spoilt)
+
+
+def test_bytes_are_those_of_the_hops_that_take_place() -> None:
+    shape = CallShape(2, 9, 4, 2, 16, 8, 2, 4, 4, causal=True, key_rows=5)
+    tile = Tile(3, 2)
+    facts = random_facts(random.Random(5), tile.ranks)
+    for rank in range(tile.ranks):
+        hops = hops_of(tile, rank, facts)
+        for direction in DIRECTIONS:
+            schedule = build(direction, tile, costs(direction, "mha", 0.5))
+            sent = [payload_bytes(t.payload, shape) for t in schedule.transfers if hops.sends(t)]
+            assert total_bytes(direction, tile, shape, hops) == sum(sent)
