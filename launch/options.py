@@ -35,6 +35,7 @@ class Options:
     weight_decay: float
     clip: float
     dtype: str
+    kernel: str | None
     seed: int
     data: tuple[Path, ...]
     log_file: Path | None
@@ -52,6 +53,11 @@ class Options:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The type to run in over float32 weights, None to run in the type of the weights."""
+        return torch.bfloat16 if self.dtype == "bfloat16" else None
 
 
 class Parser(argparse.ArgumentParser):
@@ -95,6 +101,7 @@ def parse(arguments: Sequence[str] | None = None, *, speaks: bool = True) -> Opt
     add("--weight-decay", type=float, default=0.1)
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="bfloat16 is autocast over float32 weights")
+    add("--kernel", help="local attention kernel; by default the fastest that serves device, type and head size")
     add("--seed", type=int, default=0, help="of the weights and of the batches")
     add(
         "--data",

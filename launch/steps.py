@@ -18,12 +18,12 @@ KINDS: dict[str, Callable[..., object]] = {
 }
 
 
-def make_attention(kind: str, seq: ma.ShardedSequence) -> Attention:
-    """Causal attention over the whole sequence, from this rank's rows."""
+def make_attention(kind: str, seq: ma.ShardedSequence, kernel: str | None = None) -> Attention:
+    """Causal attention over the whole sequence, from this rank's rows, with the named local kernel."""
     attend = KINDS[kind]
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend(q, k, v, seq, causal=True)
+        out = attend(q, k, v, seq, causal=True, kernel=kernel)
         assert isinstance(out, Tensor)
         return out
 

@@ -45,6 +45,7 @@ class Record:
     bytes_backward: int
     gradient_norm: float
     lr: float
+    kernel: str
 
 
 class Progress:
@@ -71,15 +72,15 @@ class Progress:
 class Trainer:
     """Model, optimizer and mesh of one rank; `step` runs one step on all of them together."""
 
-    def __init__(self, options: Options, place: Place, tile: str, corpus: Corpus) -> None:
+    def __init__(self, options: Options, place: Place, tile: str, corpus: Corpus, kernel: str) -> None:
         self.options = options
+        self.kernel = kernel
         self.device = place.device
         self.corpus = corpus
         self.mesh = ma.init_attention_mesh(tile=tile, timeout=options.timeout)
         self.seq = self.mesh.sequence(options.seq_len, layout=options.layout)
-        self.attention = make_attention(options.attention, self.seq)
+        self.attention = make_attention(options.attention, self.seq, kernel)
         self.model = Decoder(options.model, seed=options.seed).to(self.device)
-        self.autocast = torch.bfloat16 if options.dtype == "bfloat16" else None
         if options.dtype == "float64":
             self.model.double()
         self.optimizer = make_optimizer(self.model, lr=options.lr, weight_decay=options.weight_decay)
@@ -91,7 +92,7 @@ class Trainer:
         ids = batch(
             self.corpus, seed=options.seed, step=step, batch_size=options.batch_size, seq_len=options.seq_len
         )
-        result = compute_gradients(self.model, ids.to(self.device), self.seq, self.attention, self.autocast)
+        result = compute_gradients(self.model, ids.to(self.device), self.seq, self.attention, options.autocast)
         # All ranks have the same gradients: all clip alike, and weights stay equal without being sent.
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip)
         lr = warmed_up(options.lr, step, options.warmup)
@@ -110,6 +111,7 @@ class Trainer:
             bytes_backward=int(backward),
             gradient_norm=float(norm),
             lr=lr,
+            kernel=self.kernel,
         )
 
     def largest(self, seconds: float) -> list[float]:
@@ -124,7 +126,7 @@ class Trainer:
     def describe(self) -> str:
         weights = sum(weight.numel() for weight in self.model.parameters())
         text = f"{self.corpus.size:,} bytes of text in {len(self.corpus.files):,} files"
-        return f"{self.mesh.describe()}\n{text}; {weights:,} weights"
+        return f"{self.mesh.describe()}\nkernel {self.kernel}, {self.options.dtype}\n{text}; {weights:,} weights"
 
 
 def open_log(path: Path | None, place: Place) -> TextIO | None:
@@ -140,10 +142,13 @@ def open_log(path: Path | None, place: Place) -> TextIO | None:
 
 def run(options: Options, place: Place) -> None:
     with ExitStack() as stack:
-        problem, facts = None, ""
+        problem, facts, kernel = None, "", ""
         log = None
         try:
             tile = choose_tile(options, place.ranks)
+            kernel = ma.kernel_for(
+                place.device, options.torch_dtype, options.model.head_dim, kernel=options.kernel
+            )
             corpus = open_corpus(options.data, need=options.seq_len)
             facts = f"{corpus.size} bytes of text, fingerprint {corpus.fingerprint}"
             log = open_log(options.log_file, place)
@@ -152,7 +157,7 @@ def run(options: Options, place: Place) -> None:
         agree(problem, facts)
         if log is not None:
             stack.enter_context(log)
-        trainer = Trainer(options, place, tile, corpus)
+        trainer = Trainer(options, place, tile, corpus, kernel)
         if place.leads:
             print(
                 f"{place.ranks} rank{'s' if place.ranks > 1 else ''}, {place.why}\n{trainer.describe()}",

@@ -15,6 +15,8 @@ from meshattn.plan.assignment import Tile
 
 MEASURED = demo.Run(
     tile=Tile(2, 2),
+    dtype="float32",
+    kernel="reference",
     loss=(5.5, 3.0),
     bytes_forward=40,
     bytes_backward=70,
@@ -43,6 +45,14 @@ def test_bytes_by_hand_for_both_tiles() -> None:
     assert demo.formula("backward", Tile(2, 2), chosen) == 3 * rows * ((32 * 4 + 16 * 4 + 8) + 32 * 8)
 
 
+def test_bytes_by_hand_in_bfloat16() -> None:
+    """Chunks move as two-byte numbers, partial results as four-byte ones."""
+    chosen = shape("--seq-len", "130", "--batch-size", "2", "--dtype", "bfloat16")
+    rows = 2 * 33 * 4
+    assert demo.formula("forward", Tile(1, 4), chosen) == 3 * 3 * rows * 32 * 2
+    assert demo.formula("forward", Tile(2, 2), chosen) == 3 * rows * ((16 * 2 + 16 * 4 + 4) + 32 * 2)
+
+
 def test_grouped_heads_favour_the_ring() -> None:
     line = demo.grouped_line(shape("--seq-len", "70", "--kv-heads", "1", "--layers", "1"))
     assert "(g = 4, one step, untrained)" in line
@@ -54,6 +64,12 @@ def test_grouped_heads_favour_the_ring() -> None:
 
 def test_runs_that_keep_their_promises_have_no_problems() -> None:
     assert demo.problems(RUNS) == []
+
+
+def test_bfloat16_may_part_the_losses_further() -> None:
+    apart = {name: replace(run, dtype="bfloat16") for name, run in RUNS.items()}
+    apart["mesh"] = replace(apart["mesh"], loss=(5.5, 3.01))
+    assert demo.problems(apart) == []
 
 
 @pytest.mark.parametrize(
@@ -72,6 +88,7 @@ def test_broken_promises_are_found(wrong: demo.Run, message: str) -> None:
 def test_the_table_has_a_column_a_run_and_the_ratio_to_the_ring() -> None:
     lines = demo.table(RUNS).splitlines()
     assert lines[0].split() == ["single", "1x1", "ring", "1x4", "mesh", "2x2"]
+    assert lines[1].split() == ["kernel", "reference", "reference", "reference"]
     assert len({len(line) for line in lines}) == 1
     (ratios,) = (line.split()[-3:] for line in lines if line.startswith("bytes forward, of ring"))
     assert ratios == ["0.667", "1.000", "0.667"]
