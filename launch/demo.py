@@ -168,7 +168,9 @@ def problems(runs: dict[str, Run]) -> list[str]:
                 found.append(f"{name}: {measured} bytes sent {way}, but the formula gives {expected}")
         furthest, allowed = max(loss_differences(run, runs["single"])), LOSS_TOLERANCE[run.dtype]
         if furthest > allowed:
-            found.append(f"{name}: a loss differs from single by {furthest:.1e} of it, more than {allowed:.0e}")
+            found.append(
+                f"{name}: a loss differs from single by {furthest:.1e} of it, more than {allowed:.0e}"
+            )
     return found
 
 
@@ -187,8 +189,9 @@ def main() -> None:
     on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= RANKS
     # The fast kernels of a GPU work in 16 bits; on the CPU float32 shows how little the runs differ.
     device, dtype = ("cuda", "bfloat16") if on_gpus else ("cpu", "float32")
-    shape = ["--dtype", dtype, "--dim", "96", "--layers", "2", "--heads", "2", "--lr", "5e-3", "--warmup", "4", "--seed", "1"]
-    sizes = ["--seq-len", str(chosen.seq_len), "--batch-size", str(chosen.batch_size), "--device", device]
+    shape = ["--dim", "96", "--layers", "2", "--heads", "2", "--lr", "5e-3", "--warmup", "4", "--seed", "1"]
+    where = ["--device", device, "--dtype", dtype]
+    sizes = ["--seq-len", str(chosen.seq_len), "--batch-size", str(chosen.batch_size), *where]
     trained = [*shape, *sizes, "--steps", str(chosen.steps)]
 
     for name, tile in (("ring", RING), ("mesh", MESH)):

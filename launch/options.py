@@ -101,7 +101,10 @@ def parse(arguments: Sequence[str] | None = None, *, speaks: bool = True) -> Opt
     add("--weight-decay", type=float, default=0.1)
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="bfloat16 is autocast over float32 weights")
-    add("--kernel", help="local attention kernel; by default the fastest that serves device, type and head size")
+    add(
+        "--kernel",
+        help="local attention kernel; by default the fastest that serves device, type and head size",
+    )
     add("--seed", type=int, default=0, help="of the weights and of the batches")
     add(
         "--data",

@@ -92,7 +92,9 @@ class Trainer:
         ids = batch(
             self.corpus, seed=options.seed, step=step, batch_size=options.batch_size, seq_len=options.seq_len
         )
-        result = compute_gradients(self.model, ids.to(self.device), self.seq, self.attention, options.autocast)
+        result = compute_gradients(
+            self.model, ids.to(self.device), self.seq, self.attention, options.autocast
+        )
         # All ranks have the same gradients: all clip alike, and weights stay equal without being sent.
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip)
         lr = warmed_up(options.lr, step, options.warmup)
@@ -126,7 +128,9 @@ class Trainer:
     def describe(self) -> str:
         weights = sum(weight.numel() for weight in self.model.parameters())
         text = f"{self.corpus.size:,} bytes of text in {len(self.corpus.files):,} files"
-        return f"{self.mesh.describe()}\nkernel {self.kernel}, {self.options.dtype}\n{text}; {weights:,} weights"
+        return (
+            f"{self.mesh.describe()}\nkernel {self.kernel}, {self.options.dtype}\n{text}; {weights:,} weights"
+        )
 
 
 def open_log(path: Path | None, place: Place) -> TextIO | None:
