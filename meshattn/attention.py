@@ -182,6 +182,7 @@ def attend(
         _check_types(q, k, v)
         q, k, v = _autocast(q, k, v)
         _check_tensors(q, k, v, seq)
+        mesh.connection.check_device(q.device)
         local = _check_kernel(options, q, v, seq)
         chosen = local.name
     except Exception as failure:  # whatever it is, the other ranks must not wait for this one
@@ -344,7 +345,7 @@ def _plan(
     return engine.Call(
         assignment=Assignment(tile),
         rank=mesh.rank,
-        transports=dict.fromkeys(("row", "col"), mesh.connection.transport),
+        transports=mesh.transports(tile, q.device),
         forward_list=build("forward", tile, costs("forward", shape)),
         backward_list=build("backward", tile, costs("backward", shape)),
         kernel=kernel,

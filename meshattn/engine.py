@@ -111,6 +111,7 @@ def _message(call: Call, schedule: Schedule, step: int, transfer: Transfer) -> M
         label=f"{schedule.direction} step {step}/{len(schedule.steps)}, {transfer.payload} #{transfer.index}",
         to=neighbour(call.rank, transfer.axis, transfer.offset),
         source=neighbour(call.rank, transfer.axis, -transfer.offset),
+        slot=transfer.recv_slot - 1 if transfer.inward else transfer.recv_slot,
     )
 
 

@@ -10,17 +10,20 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import torch
+
 from meshattn.agreement import Agreement, RankMismatchError
 from meshattn.layouts import LayoutKind
-from meshattn.plan.assignment import Assignment, Tile
+from meshattn.plan.assignment import Assignment, Axis, Tile
 from meshattn.plan.cost import CallShape, choose_tile
-from meshattn.transport.base import TrafficRecord, TransportError
-from meshattn.transport.connect import Connection, Group, check_transport, connect
+from meshattn.transport.base import TrafficRecord, Transport, TransportError
+from meshattn.transport.connect import Connection, Group, check_transport, choose, connect
 
 if TYPE_CHECKING:
     from meshattn.sequence import ShardedSequence
 
 DEFAULT_TIMEOUT = 600.0
+AXES: tuple[Axis, Axis] = ("row", "col")
 
 
 def init_attention_mesh(
@@ -42,8 +45,10 @@ def init_attention_mesh(
             P) is Ring-Attention. "auto" takes the tile that moves the least bytes, at the first call of
             each shape.
         heads: ranks of the head axis; only 1 so far.
-        transport: "p2p" (torch.distributed send and receive: gloo, NCCL), "threads" (simulated groups), or
-            "auto".
+        transport: "auto" takes the copy engines on the axes whose neighbours share a host and "p2p" on the
+            others, found out by all ranks together; call torch.cuda.set_device before. "symmetric" insists on
+            copy engines, "p2p" on torch.distributed send and receive (gloo, NCCL); a simulated group has
+            "threads".
         timeout: how long a rank waits for another, in seconds or as a timedelta.
 
     Raises:
@@ -71,10 +76,10 @@ def init_attention_mesh(
         "ranks": str(list(connection.names)),
         "tile": str(chosen or "auto"),
         "heads": str(heads),
-        "transport": connection.transport.name,
+        "transport": str(transport),
     }
     agreement.enter("init_attention_mesh", stated, error)
-    return AttentionMesh(connection, agreement, chosen)
+    return AttentionMesh(choose(connection, transport), agreement, chosen)
 
 
 class AttentionMesh:
@@ -87,6 +92,7 @@ class AttentionMesh:
         self.agreement = agreement
         self.connection = connection
         self._closed = False
+        self._rings: dict[tuple[Tile, Axis], tuple[int, ...]] = {}
 
     def sequence(
         self, seq_len: int, *, layout: LayoutKind = "striped", cu_seqlens: object = None
@@ -118,6 +124,31 @@ class AttentionMesh:
         assignment = Assignment(tile)
         return assignment.row_index(self.rank), assignment.col_index(self.rank)
 
+    def transports(self, tile: Tile, device: torch.device) -> dict[str, Transport]:
+        """What moves the tensors of this device along each axis of a tile."""
+        return {axis: self.connection.along(self._ring(tile, axis), device) for axis in AXES}
+
+    def _ring(self, tile: Tile, axis: Axis) -> tuple[int, ...]:
+        """The right neighbour of every rank."""
+        if (tile, axis) not in self._rings:
+            neighbour = Assignment(tile).neighbour
+            self._rings[tile, axis] = tuple(neighbour(rank, axis, 1) for rank in range(self.size))
+        return self._rings[tile, axis]
+
+    def _describe_transport(self) -> str:
+        connection = self.connection
+        slow = connection.transport.name
+        if not connection.nodes:
+            return f"transport {slow} ({connection.reason})"
+        if self.tile is None:
+            return f"transport symmetric on axes inside a host, else {slow} ({connection.reason})"
+        kinds = [
+            f"{axis} {'symmetric' if connection.inside(self._ring(self.tile, axis)) else slow}"
+            for axis in AXES
+            if self.tile.size(axis) > 1
+        ]
+        return f"transport {', '.join(kinds)} ({connection.reason})"
+
     def traffic(self) -> tuple[TrafficRecord, ...]:
         """Bytes and messages that this rank has sent and received, by phase, axis and flow."""
         return self.connection.transport.traffic.records()
@@ -135,7 +166,7 @@ class AttentionMesh:
         return (
             f"AttentionMesh of {_counted(self.size, 'rank')} {list(self.connection.names)}, "
             f"this is rank {self.rank}; "
-            f"{tile}; transport {self.connection.transport.name} ({self.connection.reason})"
+            f"{tile}; {self._describe_transport()}"
         )
 
     def __repr__(self) -> str:
@@ -146,11 +177,23 @@ class AttentionMesh:
         blamed = self.agreement.blame()
         return error if blamed is None else RankMismatchError(f"{blamed} (noticed in {error})")
 
+    def check(self) -> None:
+        """Raise if a transfer is known to have failed; costs nothing and waits for nothing.
+
+        On a GPU the host does not wait for transfers, so a failure shows at a later call. Until then results
+        are NaN where data did not come by copy engine. Check after synchronising with the GPU and before
+        results leave it, for example before a checkpoint is written.
+        """
+        try:
+            self.connection.check()
+        except TransportError as error:
+            raise self.explain(error) from error
+
     def close(self) -> None:
         """Give back the connection. Collective; the mesh cannot be used afterwards."""
         if not self._closed:
             self._closed = True
-            self.connection.transport.close()
+            self.connection.close()
 
     def require_open(self) -> None:
         """ValueError after `close`."""

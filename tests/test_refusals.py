@@ -223,7 +223,7 @@ MESHES: dict[str, tuple[Callable[[SimulatedGroup], Any], type[Exception], Words]
     "transport": (
         lambda g: ma.init_attention_mesh(g, transport="pigeon"),
         ValueError,
-        ("'pigeon'", "auto, p2p, threads"),
+        ("'pigeon'", "auto, symmetric, p2p, threads"),
     ),
     "p2p-of-threads": (
         lambda g: ma.init_attention_mesh(g, transport="p2p"),

@@ -30,6 +30,7 @@ class Message:
     label: str  # names the exchange for people: "forward step 3, kv #2"
     to: int
     source: int
+    slot: int = 0  # which of the receiver's buffers is filled, the same on all ranks
 
 
 @dataclass(frozen=True)

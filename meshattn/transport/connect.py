@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshattn.transport.base import Transport
+from meshattn.transport.base import Transport, TransportError
+from meshattn.transport.hosts import (
+    Fleet,
+    Place,
+    Roll,
+    gather_places,
+    nodes_of,
+    obstacle,
+    place_here,
+    try_copy_engines,
+)
 from meshattn.transport.p2p import P2PTransport
+from meshattn.transport.symmetric import CopyEngine, SymmetricTransport
 from meshattn.transport.threads import SimulatedGroup, ThreadTransport
 
 Group = dist.ProcessGroup | DeviceMesh | SimulatedGroup | Sequence[int]
-TRANSPORTS = ("auto", "p2p", "threads")
+TRANSPORTS = ("auto", "symmetric", "p2p", "threads")
 _opened: Counter[tuple[int, ...]] = Counter()  # meshes of this process so far, by their global ranks
 
 
@@ -29,14 +43,65 @@ class Connection:
     rank: int
     size: int
     names: tuple[int, ...]  # what each mesh rank is called outside: its global rank
-    transport: Transport
+    transport: Transport  # serves every pair of ranks
     store: Store
-    reason: str  # why this transport
+    reason: str  # why this transport, or why copy engines
+    timeout: float
+    choice: str = "auto"
+    nodes: tuple[int, ...] = ()  # host of every rank, where copy engines connect the ranks of a host
+    engine: CopyEngine | None = None
+    device: torch.device | None = None  # that the engine serves
+    _by_ring: dict[tuple[int, ...], SymmetricTransport] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> int:
         """Global rank of this rank."""
         return self.names[self.rank]
+
+    def check_device(self, device: torch.device) -> None:
+        """ValueError for tensors of a device that the chosen transport does not serve."""
+        if self.choice == "symmetric" and self.size > 1 and device.type != "cuda":
+            raise ValueError(
+                f"the tensors are on {device}, but transport='symmetric' moves memory of CUDA devices: "
+                "build the mesh with transport='auto'"
+            )
+        if self.nodes and device.type == "cuda" and device != self.device:
+            raise ValueError(
+                f"the tensors are on {device}, but {self.device} was the current device when the mesh was "
+                "built: call torch.cuda.set_device before init_attention_mesh"
+            )
+
+    def along(self, ring: tuple[int, ...], device: torch.device) -> Transport:
+        """The transport of an axis on which rank i exchanges with ``ring[i]``, for tensors of this device."""
+        if device.type != "cuda" or not self.inside(ring):
+            return self.transport
+        assert self.engine is not None
+        if ring not in self._by_ring:
+            self._by_ring[ring] = SymmetricTransport(self.engine, self.transport, self.transport.traffic)
+        return self._by_ring[ring]
+
+    def inside(self, ring: Sequence[int]) -> bool:
+        """Whether copy engines serve an axis: something moves there, and never from host to host."""
+        moves = any(peer != rank for rank, peer in enumerate(ring))
+        return moves and bool(self.nodes) and all(self.nodes[a] == self.nodes[b] for a, b in enumerate(ring))
+
+    def check(self) -> None:
+        """TransportError if an exchange is known to have failed."""
+        self.transport.check()
+        if self.engine is not None:
+            self.engine.watch.check()
+
+    def close(self) -> None:
+        """Give back everything. Collective."""
+        healthy = self.engine is None or self.engine.finish()
+        if self.nodes and healthy:
+            with contextlib.suppress(TransportError):  # a rank that is gone does not hold up the others
+                Roll(PrefixStore("close", self.store), self.rank, self.size, self.timeout).call("")
+        if self.engine is not None:
+            self.engine.close()
+        for transport in self._by_ring.values():
+            transport.close()
+        self.transport.close()
 
 
 def check_transport(transport: str, group: Group | None) -> None:
@@ -49,8 +114,10 @@ def check_transport(transport: str, group: Group | None) -> None:
             "transport='threads' needs a simulated group (meshattn.testing.run_ranks); "
             "for a process group use 'p2p'"
         )
-    if transport == "p2p" and simulated:
-        raise ValueError("transport='p2p' needs a process group; a simulated group has transport='threads'")
+    if transport in ("p2p", "symmetric") and simulated:
+        raise ValueError(
+            f"transport={transport!r} needs a process group; a simulated group has transport='threads'"
+        )
 
 
 def connect(group: Group | None, timeout: float) -> Connection:
@@ -65,8 +132,84 @@ def connect(group: Group | None, timeout: float) -> Connection:
         names=ranks,
         transport=P2PTransport(data, [dist.get_group_rank(data, rank) for rank in ranks], ranks),
         store=PrefixStore("meshattn", c10d._get_process_group_store(data)),
-        reason="the only one between processes so far",
+        reason="not chosen yet",
+        timeout=timeout,
     )
+
+
+def choose(connection: Connection, transport: str) -> Connection:
+    """The same connection with copy engines where they serve, or with the reason why not. Collective.
+
+    Args:
+        transport: "auto", or what the user insists on.
+
+    Raises:
+        ValueError: on every rank alike, if ``transport`` is "symmetric" and copy engines cannot serve.
+    """
+    if isinstance(connection.transport, ThreadTransport):
+        return connection
+    assert isinstance(connection.transport, P2PTransport)
+    if connection.size == 1:
+        return replace(connection, choice=transport, reason="a single rank has nothing to send")
+    roll = Roll(PrefixStore("choice", connection.store), connection.rank, connection.size, connection.timeout)
+    nccl = "nccl" in dist.get_backend_config(connection.transport.group)
+    device = _device_in_use(asked_for=nccl or transport == "symmetric")
+    places = gather_places(roll, place_here(device))
+    if transport == "p2p":
+        chosen = replace(connection, choice=transport, reason="as asked for")
+    else:
+        chosen = _with_engines(connection, transport, roll, places, device)
+    if nccl and device is not None and all(place.gpu for place in places) and len(set(chosen.nodes)) != 1:
+        connection.transport.warm_up(device)
+    return chosen
+
+
+def _device_in_use(asked_for: bool) -> torch.device | None:
+    """The current CUDA device, unless this process has not touched it and nobody has asked for it."""
+    try:
+        touched: Any = torch.cuda.is_initialized
+        if torch.cuda.is_available() and (asked_for or touched()):
+            return torch.device("cuda", torch.cuda.current_device())
+    except RuntimeError:  # in a forked process, say: it has no device, and must tell the others so
+        pass
+    return None
+
+
+def _with_engines(
+    connection: Connection, transport: str, roll: Roll, places: Sequence[Place], device: torch.device | None
+) -> Connection:
+    nodes, why = nodes_of(places), obstacle(places)
+    if not why and transport == "symmetric" and len(set(nodes)) > 1:
+        why = f"the mesh spans {len(set(nodes))} hosts; transport='auto' uses copy engines inside each"
+    engine: CopyEngine | None = None
+    if not why:
+        assert device is not None
+        fleet = _fleet(connection, nodes)
+        engine, why = try_copy_engines(
+            roll, fleet, connection.rank, connection.names, device, connection.timeout
+        )
+    if why and transport == "symmetric":
+        raise ValueError(f"transport='symmetric' cannot serve this mesh: {why}")
+    if why:
+        return replace(connection, choice=transport, reason=f"no copy engines: {why}")
+    hosts = len(set(nodes))
+    reason = "all ranks share a host" if hosts == 1 else f"the ranks are on {hosts} hosts"
+    return replace(connection, choice=transport, reason=reason, nodes=nodes, engine=engine, device=device)
+
+
+def _fleet(connection: Connection, nodes: Sequence[int]) -> Fleet | None:
+    """The ranks of this rank's host, with a group of their own if they are not all."""
+    mine = [rank for rank in range(connection.size) if nodes[rank] == nodes[connection.rank]]
+    if len(mine) == 1:
+        return None
+    mine.sort(key=lambda rank: connection.names[rank])  # as process groups count
+    assert isinstance(connection.transport, P2PTransport)
+    group = connection.transport.group
+    if len(mine) < connection.size:
+        group = _new_group(
+            tuple(connection.names[rank] for rank in mine), timedelta(seconds=connection.timeout)
+        )
+    return Fleet(tuple(mine), group)
 
 
 def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
@@ -112,6 +255,7 @@ def _simulated(group: SimulatedGroup, timeout: float) -> Connection:
         transport=ThreadTransport(group, opened, timeout),
         store=PrefixStore(f"meshattn/{opened}", group.world.store),
         reason="the group is simulated in one process",
+        timeout=timeout,
     )
 
 

@@ -52,7 +52,7 @@ class P2PTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], names: Sequence[int]) -> None:
         super().__init__()
-        self._group = group
+        self.group = group
         self._members = tuple(members)
         self._names = tuple(names)
         self._count = 0
@@ -67,7 +67,7 @@ class P2PTransport(Transport):
         )
         halves = [(dist.isend, send, to), (dist.irecv, recv, source)]
         operations = [
-            dist.P2POp(operation, buffer, group=self._group, tag=tag, group_peer=peer)
+            dist.P2POp(operation, buffer, group=self.group, tag=tag, group_peer=peer)
             for operation, buffer, peer in halves
             if buffer is not None
         ]
@@ -81,10 +81,14 @@ class P2PTransport(Transport):
         tensor = tensor.detach().contiguous()
         parts = [torch.empty_like(tensor) for _ in self._members]
         try:
-            dist.all_gather(parts, tensor, group=self._group)
+            dist.all_gather(parts, tensor, group=self.group)
         except RuntimeError as error:
             raise TransportError(f"all-gather over the mesh failed ({error})") from error
         return [parts[member] for member in self._members]
 
+    def warm_up(self, device: torch.device) -> None:
+        """Make the communicators now: a rank that made them inside a pass would hold up the others there."""
+        self.all_gather(torch.zeros(1, device=device))
+
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        dist.destroy_process_group(self.group)

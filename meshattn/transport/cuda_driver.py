@@ -1,0 +1,144 @@
+"""The few calls of the CUDA driver that a copy-engine transport is made of, by ctypes.
+
+PyTorch offers copies and events, but its wrappers cost 75 us of host time for one exchange, and it has no
+wait of a stream for a value in memory. Addresses and streams are integers here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint32, c_uint64, c_void_p
+from typing import Any, Protocol
+
+import torch
+
+_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_WITH_FENCE = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: what came before on the stream is visible first
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_SUCCESS, _NOT_READY = 0, 600
+_HIGH_PRIORITY = -1
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
+    "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
+    "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventQuery": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+}
+
+
+class CudaDriverError(RuntimeError):
+    """A call of the driver failed; the message names the call and the error."""
+
+
+class StreamOps(Protocol):
+    """What is put on streams, in order: the driver's calls, or a simulation of them in the tests."""
+
+    comm_stream: int
+    rescue_stream: int
+
+    def current_stream(self) -> int: ...
+    def capturing(self) -> bool: ...
+    def write(self, stream: int, address: int, value: int) -> None: ...
+    def wait(self, stream: int, address: int, value: int) -> None: ...
+    def copy(self, stream: int, to: int, source: int, nbytes: int) -> None: ...
+    def fill(self, stream: int, address: int, byte: int, nbytes: int) -> None: ...
+    def new_event(self) -> int: ...
+    def record(self, event: int, stream: int) -> None: ...
+    def wait_event(self, stream: int, event: int) -> None: ...
+    def is_done(self, event: int) -> bool: ...
+    def enter_thread(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class CudaStreamOps:
+    """The operations on one device, which must be current in every thread that calls them.
+
+    Args:
+        device: a CUDA device with an index.
+        library: libcuda, or what stands in for it.
+    """
+
+    def __init__(self, device: torch.device, library: Any = None) -> None:
+        self._device = device
+        library = ctypes.CDLL("libcuda.so.1") if library is None else library
+        functions = {}
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = c_int
+            functions[name] = function
+        self._write = functions["cuStreamWriteValue32_v2"]
+        self._wait = functions["cuStreamWaitValue32_v2"]
+        self._copy = functions["cuMemcpyDtoDAsync_v2"]
+        self._fill = functions["cuMemsetD8Async"]
+        self._create = functions["cuEventCreate"]
+        self._record = functions["cuEventRecord"]
+        self._query = functions["cuEventQuery"]
+        self._wait_event = functions["cuStreamWaitEvent"]
+        self._capture_mode = functions["cuThreadExchangeStreamCaptureMode"]
+        self._error_name = functions["cuGetErrorName"]
+        stream: Any = torch.cuda.Stream
+        self._streams = [stream(device, priority=_HIGH_PRIORITY) for _ in range(2)]
+        self.comm_stream, self.rescue_stream = (int(stream.cuda_stream) for stream in self._streams)
+        self._current: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+    def _check(self, call: str, status: int) -> None:
+        if status != _SUCCESS:
+            text = c_char_p()
+            self._error_name(status, byref(text))
+            name = text.value.decode() if text.value else "an unknown error"
+            raise CudaDriverError(f"{call}: {name} ({status})")
+
+    def current_stream(self) -> int:
+        return int(self._current(self._device.index))
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        """Write 32 bits, here or on a peer, when all before it on the stream has been done and is visible."""
+        self._check("cuStreamWriteValue32", self._write(stream, address, value, _WITH_FENCE))
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        """Hold the stream until the 32 bits at an address of this device equal the value."""
+        self._check("cuStreamWaitValue32", self._wait(stream, address, value, _EQUAL))
+
+    def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
+        self._check("cuMemcpyDtoDAsync", self._copy(to, source, nbytes, stream))
+
+    def fill(self, stream: int, address: int, byte: int, nbytes: int) -> None:
+        self._check("cuMemsetD8Async", self._fill(address, byte, nbytes, stream))
+
+    def new_event(self) -> int:
+        event = c_void_p()
+        self._check("cuEventCreate", self._create(byref(event), _NO_TIMING))
+        assert event.value is not None
+        return event.value
+
+    def record(self, event: int, stream: int) -> None:
+        self._check("cuEventRecord", self._record(event, stream))
+
+    def wait_event(self, stream: int, event: int) -> None:
+        self._check("cuStreamWaitEvent", self._wait_event(stream, event, 0))
+
+    def is_done(self, event: int) -> bool:
+        status = self._query(event)
+        if status != _NOT_READY:
+            self._check("cuEventQuery", status)
+        return bool(status == _SUCCESS)
+
+    def enter_thread(self) -> None:
+        """Make the device current in a new thread, whose calls must not disturb a graph capture elsewhere."""
+        torch.cuda.set_device(self._device)
+        self._check("cuThreadExchangeStreamCaptureMode", self._capture_mode(byref(c_int(_RELAXED))))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)

@@ -1,0 +1,66 @@
+"""How receive slots and their flags lie in one symmetric allocation, and what the flags mean.
+
+Every rank has the same slots. A slot has two flags of 32 bits:
+
+ready   beside the slot, on the receiver: 1 when the bytes have arrived.
+taken   on the sender: 1 from its push until the receiver has finished with the bytes.
+
+    sender      wait taken == 0; taken = 1; copy into the slot; ready = 1 (on the receiver)
+    receiver    wait ready == 1; ready = 0; use the bytes; taken = 0 (on the sender)
+
+Both waits look at local memory and both are undone at once, so the same operations can be repeated, also by
+a CUDA graph, and memory full of zeros is the state to begin with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ALIGNMENT = 256
+_FLAG = 4
+_STEPS_PER_OCTAVE = 8
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def grown(nbytes: int) -> int:
+    """Size of a slot that had to grow: up to an eighth more, so that slow growth allocates seldom."""
+    step = max(ALIGNMENT, 2 ** (max(nbytes, 1).bit_length() - 1) // _STEPS_PER_OCTAVE)
+    return _round_up(nbytes, step)
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Byte offsets in an allocation of ``slots`` slots of ``slot_bytes``, a multiple of ALIGNMENT."""
+
+    slots: int
+    slot_bytes: int
+
+    @staticmethod
+    def of(slots: int, nbytes: int) -> SlotLayout:
+        """The smallest one that holds ``slots`` slots of ``nbytes``."""
+        return SlotLayout(slots, _round_up(nbytes, ALIGNMENT))
+
+    @property
+    def nbytes(self) -> int:
+        return self.slots * self.slot_bytes + _round_up(2 * self.slots * _FLAG, ALIGNMENT)
+
+    def data(self, slot: int) -> int:
+        return slot * self.slot_bytes
+
+    def ready(self, slot: int) -> int:
+        return self.slots * self.slot_bytes + slot * _FLAG
+
+    def taken(self, slot: int) -> int:
+        return self.slots * self.slot_bytes + (self.slots + slot) * _FLAG
+
+    def holds(self, slots: int, nbytes: int) -> bool:
+        return slots <= self.slots and nbytes <= self.slot_bytes
+
+    def grown_to(self, slots: int, nbytes: int) -> SlotLayout:
+        """One that also holds ``slots`` slots of ``nbytes``."""
+        if nbytes <= self.slot_bytes:
+            return SlotLayout(max(slots, self.slots), self.slot_bytes)
+        return SlotLayout(max(slots, self.slots), grown(nbytes))

@@ -1,0 +1,317 @@
+"""The copy-engine transport on simulated streams: every order of execution gives the right bytes, or none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshattn as ma
+from cases import Shape
+from distributed import Case, assert_equals_oracle, assert_same_bits, run_cases
+from fake_streams import COMPUTE, Op, SharedMemory, Shuffled, Threaded, World
+from meshattn.plan.assignment import Tile, tiles
+from meshattn.testing import run_ranks
+from meshattn.transport.base import Message, Traffic, TransportError
+from meshattn.transport.slots import SlotLayout
+from meshattn.transport.symmetric import CopyEngine, SymmetricTransport
+from meshattn.transport.threads import ThreadTransport
+
+CPU = torch.device("cpu")
+NBYTES = 32
+
+
+class Rank:
+    """One rank of a ring that runs a shuffled world."""
+
+    def __init__(self, world: World, memory: SharedMemory, rank: int, ranks: int, *, one_queue: bool) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.ops = Shuffled(world, rank, one_queue=one_queue)
+        self.engine = CopyEngine(
+            self.ops, lambda n: memory.allocate(rank, n), rank, [10 + r for r in range(ranks)], 60.0
+        )
+        self.transport = SymmetricTransport(self.engine, None, Traffic())  # type: ignore[arg-type]
+
+    def message(self, slot: int, number: int = 0) -> Message:
+        left, right = (self.rank - 1) % self.ranks, (self.rank + 1) % self.ranks
+        return Message("forward", "col", "inward", f"forward step {number}/9, kv #1", left, right, slot)
+
+    def compute(self, run: Callable[[], object]) -> None:
+        self.ops.enqueue(self.ops.stream, Op(run, name="compute"))
+
+
+def _ring_pass(rank: Rank, hops: int, slots: int, seen: list[int], tag: int) -> None:
+    """A ring as the engine runs it: start, compute on the last chunk, wait, release when both are done."""
+    received = rank.transport.buffers("col", "inward", NBYTES, slots, CPU)
+    own = torch.empty(NBYTES, dtype=torch.uint8)
+    rank.compute(lambda: own.fill_(tag + rank.rank))
+    current, held = own, None
+
+    def use(chunk: Tensor, poison: bool) -> None:
+        seen.extend(sorted({int(x) for x in chunk}))
+        if poison:
+            chunk.fill_(255)
+
+    for hop in range(hops):
+        slot = hop % slots
+        handle = rank.transport.start(rank.message(slot, hop), current, received[slot])
+        rank.compute(lambda chunk=current: use(chunk, False))
+        handle.wait()
+        if held is not None:
+            rank.compute(lambda chunk=current: chunk.fill_(255))
+            held.release()
+        current, held = received[slot], handle
+    rank.compute(lambda chunk=current: use(chunk, True))
+    if held is not None:
+        held.release()
+
+
+def _expected(rank: int, ranks: int, hops: int, tag: int) -> list[int]:
+    return [tag + (rank + hop) % ranks for hop in range(hops + 1)]
+
+
+@pytest.mark.parametrize("one_queue", [False, True], ids=["queues", "one-queue"])
+@pytest.mark.parametrize("slots", [2, 3], ids="{}-slots".format)
+@pytest.mark.parametrize("ranks", [2, 3, 5], ids="P{}".format)
+def test_a_ring_in_any_order(ranks: int, slots: int, one_queue: bool) -> None:
+    """Passes follow each other without a pause, on slots that are poisoned once they are free."""
+    for seed in range(10):
+        world, memory = World(seed), SharedMemory(ranks)
+        members = [Rank(world, memory, r, ranks, one_queue=one_queue) for r in range(ranks)]
+        seen: list[list[int]] = [[] for _ in members]
+        for tag in (0, 50, 100):
+            for member in members:
+                _ring_pass(member, ranks + 1, slots, seen[member.rank], tag)
+        assert world.run(), f"standstill with seed {seed}"
+        for member in members:
+            want = [x for tag in (0, 50, 100) for x in _expected(member.rank, ranks, ranks + 1, tag)]
+            assert seen[member.rank] == want, f"seed {seed}"
+
+
+def _pairs(world: World, ranks: int, slots: int, passes: int) -> list[list[int]] | None:
+    """Every rank pushes again and again into the same slots, waits, reads, releases; None: a standstill."""
+    memory = SharedMemory(ranks)
+    seen: list[list[int]] = [[] for _ in range(ranks)]
+    members = [Rank(world, memory, r, ranks, one_queue=False) for r in range(ranks)]
+    for number in range(passes):
+        for member in members:
+            slot = number % slots
+            received = member.transport.buffers("col", "inward", NBYTES, slots, CPU)
+            own = torch.empty(NBYTES, dtype=torch.uint8)
+            member.compute(lambda own=own, value=number: own.fill_(value))
+            handle = member.transport.start(member.message(slot), own, received[slot])
+            handle.wait()
+
+            def use(chunk: Tensor = received[slot], log: list[int] = seen[member.rank]) -> None:
+                log.extend(sorted({int(x) for x in chunk}))
+                chunk.fill_(255)
+
+            member.compute(use)
+            handle.release()
+    return seen if world.run() else None
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3], ids="{}-slots".format)
+@pytest.mark.parametrize("ranks", [2, 4], ids="P{}".format)
+def test_slots_are_filled_again_only_when_free(ranks: int, slots: int) -> None:
+    for seed in range(15):
+        assert _pairs(World(seed), ranks, slots, 8) == [list(range(8))] * ranks, f"seed {seed}"
+
+
+def test_without_the_taken_flag_a_slot_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the test above can fail."""
+    wait = Shuffled.wait
+    monkeypatch.setattr(
+        Shuffled,
+        "wait",
+        lambda self, stream, at, value: None if value == 0 else wait(self, stream, at, value),
+    )
+    wrong = 0
+    for seed in range(15):
+        wrong += _pairs(World(seed), 3, 1, 8) != [list(range(8))] * 3
+    assert wrong > 0
+
+
+def test_without_the_ready_flag_a_slot_is_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = Shuffled.wait
+    monkeypatch.setattr(
+        Shuffled,
+        "wait",
+        lambda self, stream, at, value: None if value == 1 else wait(self, stream, at, value),
+    )
+    assert any(_pairs(World(seed), 2, 1, 4) != [list(range(4))] * 2 for seed in range(20))
+
+
+def test_a_pass_on_another_stream_waits_for_the_last_one() -> None:
+    for seed in range(15):
+        world, memory = World(seed), SharedMemory(2)
+        members = [Rank(world, memory, r, 2, one_queue=False) for r in range(2)]
+        seen: list[list[int]] = [[], []]
+        for number, tag in enumerate((0, 50, 100, 150)):
+            for member in members:
+                member.ops.stream = COMPUTE + 100 * (number % 2)
+                _ring_pass(member, 3, 2, seen[member.rank], tag)
+        assert world.run()
+        want = [[x for tag in (0, 50, 100, 150) for x in _expected(r, 2, 3, tag)] for r in range(2)]
+        assert [sorted(x) for x in seen] == [sorted(x) for x in want], f"seed {seed}"
+
+
+def test_halves_that_are_left_out_leave_the_flags_alone() -> None:
+    """Rank 0 sends nothing now and then, of which rank 1 knows."""
+    for seed in range(20):
+        world, memory = World(seed), SharedMemory(2)
+        members = [Rank(world, memory, r, 2, one_queue=False) for r in range(2)]
+        seen: list[list[int]] = [[], []]
+        for number in range(9):
+            for member in members:
+                (received,) = member.transport.buffers("col", "inward", NBYTES, 1, CPU)
+                own = torch.full((NBYTES,), number, dtype=torch.uint8)
+                skipped = number % 3 == 1
+                send = None if skipped and member.rank == 0 else own
+                recv = None if skipped and member.rank == 1 else received
+                handle = member.transport.start(member.message(0), send, recv)
+                handle.wait()
+                if recv is not None:
+                    log = seen[member.rank]
+                    member.compute(lambda log=log, x=recv: log.append(int(x[0])))
+                member.compute(lambda own=own: own.fill_(255))
+                handle.release()
+        assert world.run()
+        assert seen == [list(range(9)), [n for n in range(9) if n % 3 != 1]]
+
+
+def test_memory_grows_with_the_largest_pass_and_is_used_again() -> None:
+    world, memory = World(0), SharedMemory(2)
+    members = [Rank(world, memory, r, 2, one_queue=False) for r in range(2)]
+
+    def addresses(nbytes: int, slots: int, flow: str = "inward") -> list[list[int]]:
+        made = [m.transport.buffers("col", flow, nbytes, slots, CPU) for m in members]
+        assert all(x.numel() == nbytes and x.dtype == torch.uint8 for own in made for x in own)
+        return [[x.data_ptr() for x in own] for own in made]
+
+    first = addresses(1000, 2)
+    assert addresses(900, 1) == [own[:1] for own in first]
+    assert memory.sizes == [SlotLayout.of(2, 1000).nbytes]
+    assert addresses(1000, 2, "outward") != first, "chunks and partial results are live together"
+    assert addresses(1000, 2) == first
+    grown = addresses(3000, 1)
+    assert len(memory.sizes) == 3 and addresses(1000, 2)[0][0] == grown[0][0]
+    assert addresses(10, 0) == [[], []] and len(memory.sizes) == 3
+
+
+def test_memory_does_not_grow_inside_a_graph() -> None:
+    member = Rank(World(0), SharedMemory(1), 0, 1, one_queue=False)
+    member.transport.buffers("col", "inward", 64, 1, CPU)
+    member.ops.in_capture = True
+    member.transport.buffers("col", "inward", 64, 1, CPU)
+    with pytest.raises(ValueError, match="run it once before it is captured"):
+        member.transport.buffers("col", "inward", 65_000, 1, CPU)
+
+
+def test_a_pass_that_broke_off_is_remembered() -> None:
+    world, memory = World(0), SharedMemory(2)
+    members = [Rank(world, memory, r, 2, one_queue=False) for r in range(2)]
+    for member in members:
+        (received,) = member.transport.buffers("col", "inward", NBYTES, 1, CPU)
+        member.transport.start(member.message(0), torch.zeros(NBYTES, dtype=torch.uint8), received)
+    with pytest.raises(TransportError, match="broke off with 1 exchange"):
+        members[0].transport.buffers("col", "inward", NBYTES, 1, CPU)
+
+
+def test_events_are_used_again() -> None:
+    world, memory = World(0), SharedMemory(2)
+    members = [Rank(world, memory, r, 2, one_queue=False) for r in range(2)]
+    for number in range(15):
+        for member in members:
+            _ring_pass(member, 2, 2, [], number)
+        assert world.run()
+    assert len(members[0].ops._events) < 40
+
+
+# The engine on threads
+
+
+@pytest.fixture
+def on_copy_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CopyEngine]]:
+    """Meshes of simulated groups move everything by copy engines that are threads."""
+    engines: list[CopyEngine] = []
+    memories: dict[int, SharedMemory] = {}
+    lock = threading.Lock()
+    timeout = 30.0
+
+    def transports(mesh: Any, tile: Tile, device: torch.device) -> dict[str, Any]:
+        whole = mesh.connection.transport
+        assert isinstance(whole, ThreadTransport)
+        if not hasattr(mesh, "fake_engine"):
+            with lock:
+                memory = memories.setdefault(whole._connection, SharedMemory(mesh.size))
+            ops = Threaded(mesh.rank, longest_delay=0.002)
+            mesh.fake_engine = CopyEngine(
+                ops, lambda n: memory.allocate(mesh.rank, n), mesh.rank, mesh.connection.names, timeout
+            )
+            mesh.fake_rings = {}
+            engines.append(mesh.fake_engine)
+        made = {}
+        for axis in ("row", "col"):
+            ring = mesh._ring(tile, axis)
+            if ring not in mesh.fake_rings:
+                mesh.fake_rings[ring] = SymmetricTransport(mesh.fake_engine, whole, whole.traffic)
+            made[axis] = mesh.fake_rings[ring]
+        return made
+
+    monkeypatch.setattr(ma.AttentionMesh, "transports", transports)
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
+SHAPE = Shape(B=1, S=29, H=2, H_kv=1, D=8)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("tile", [t for ranks in (2, 4, 6) for t in tiles(ranks)], ids=str)
+def test_the_engine_gives_the_same_bits(tile: Tile, on_copy_engines: list[CopyEngine]) -> None:
+    """Two calls with other sizes, a ring on the same mesh, and partial results in the input type."""
+    cases = [
+        Case(tile, SHAPE, dtype=torch.float32),
+        Case(tile, replace(SHAPE, S=41, B=2), layout="zigzag", dtype=torch.bfloat16),
+        Case(tile, SHAPE, dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        Case(tile, SHAPE, dtype=torch.float32, causal=False),
+    ]
+    if tile.a == 1 or tile.b == 1:
+        cases.append(Case(tile, SHAPE, dtype=torch.float32, ring=True))
+    mine = run_cases(cases)
+    assert len(on_copy_engines) == tile.ranks and not any(e.watch.failure for e in on_copy_engines)
+    for case, by_rank in zip(cases, mine, strict=True):
+        assert_equals_oracle(case, by_rank)
+    again = run_cases(cases)
+    for first, second in zip(mine, again, strict=True):
+        assert_same_bits(first, second)
+
+
+@pytest.mark.timeout(60)
+def test_two_layers_share_memory(on_copy_engines: list[CopyEngine]) -> None:
+    """The forward pass of the second layer comes before the backward pass of the first."""
+    case = Case(Tile(2, 2), SHAPE, dtype=torch.float32)
+
+    def on_rank(group: Any) -> list[Tensor]:
+        mesh = ma.init_attention_mesh(group, tile=case.tile)
+        seq = mesh.sequence(SHAPE.S)
+        generator = torch.Generator().manual_seed(mesh.rank)
+        x = torch.randn(1, seq.rows, 2, 8, generator=generator, requires_grad=True)
+        once = ma.mesh_attention(x, x[:, :, :1], x[:, :, :1], seq, causal=True)
+        assert isinstance(once, Tensor)
+        twice = ma.mesh_attention(once, once[:, :, :1], x[:, :, :1], seq)
+        assert isinstance(twice, Tensor)
+        (gradient,) = torch.autograd.grad(twice.square().sum(), x)
+        return [twice.detach(), gradient]
+
+    mine = run_ranks(4, on_rank)
+    assert run_ranks(4, on_rank)[0][1].equal(mine[0][1])
+    assert not any(e.watch.failure for e in on_copy_engines)
+    assert all(x.isfinite().all() for results in mine for x in results)
