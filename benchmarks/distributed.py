@@ -318,7 +318,8 @@ def _report(case: Case, results: list[Result], folder: Path) -> None:
         ]
     )
     print(text)
-    print(f"written to {write(f'distributed-{results[0].tile.ranks}-ranks', machine, records, text, folder)}")
+    name = f"distributed-{results[0].tile.ranks}-ranks"
+    print(f"written to {write(name, [(machine, records)], text, folder)}")
 
 
 def _mib(num_bytes: int) -> str:

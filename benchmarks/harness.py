@@ -6,7 +6,7 @@ import json
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -26,16 +26,19 @@ class Machine:
     day: str
 
     @staticmethod
-    def here() -> Machine:
+    def here(packages: Mapping[str, str] | None = None, commit: str | None = None) -> Machine:
+        """This machine, with the versions of more packages; ``commit`` names the code where it is no git
+        checkout."""
         if torch.cuda.is_available():
             device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
         else:
             device = f"CPU, {torch.get_num_threads()} thread(s) a rank, {platform.machine()}"
         versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": _triton()}
+        versions.update(packages or {})
         return Machine(
             device=device,
             versions=", ".join(f"{name} {version}" for name, version in versions.items() if version),
-            commit=_commit(),
+            commit=commit or _commit(),
             day=date.today().isoformat(),
         )
 
@@ -79,21 +82,31 @@ class Record:
     spread: float | None = None
 
 
-def write(name: str, machine: Machine, records: Iterable[Record], report: str, folder: Path) -> Path:
-    """Write the records as JSON lines beside the Markdown report; returns the path of the report."""
+Run = tuple[Machine, Sequence[Record]]
+
+
+def write(name: str, runs: Sequence[Run], report: str, folder: Path) -> Path:
+    """Write the records of one or more runs as JSON lines beside the Markdown report; returns the path of the
+    report."""
     folder.mkdir(parents=True, exist_ok=True)
-    where = {
-        "device": machine.device,
-        "versions": machine.versions,
-        "commit": machine.commit,
-        "date": machine.day,
-    }
-    stem = folder / f"{machine.day}-{name}"
-    lines = [json.dumps({**asdict(record), **where}) for record in records]
-    stem.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")
-    path = stem.with_suffix(".md")
+    lines = []
+    for machine, records in runs:
+        where = {
+            "device": machine.device,
+            "versions": machine.versions,
+            "commit": machine.commit,
+            "date": machine.day,
+        }
+        lines += [json.dumps({**asdict(record), **where}) for record in records]
+    path = report_path(name, runs, folder)
+    path.with_suffix(".jsonl").write_text("\n".join(lines) + "\n")
     path.write_text(report)
     return path
+
+
+def report_path(name: str, runs: Sequence[Run], folder: Path) -> Path:
+    """Where the report of these runs goes: under the day of the last."""
+    return folder / f"{max(machine.day for machine, _ in runs)}-{name}.md"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

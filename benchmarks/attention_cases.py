@@ -1,0 +1,251 @@
+"""What is timed: shapes, the passes over them, and which pass of which kernel is compared with which."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+FORWARD = "forward"
+"""The kernel's forward into an accumulator that it overwrites; of a peer, its forward with lse."""
+FORWARD_TOTAL = "forward total"
+"""The forward and the conversion of its result."""
+MERGING = "merging forward"
+"""The forward into an accumulator that holds an earlier block."""
+BACKWARD = "backward"
+"""The kernel's backward into accumulators that it overwrites."""
+ADDING = "adding backward"
+"""The backward added to what the accumulators hold."""
+BACKWARD_TOTAL = "backward total"
+"""All that a user pays: delta, the backward, and the conversion of dq, dk and dv."""
+
+PASSES = (FORWARD, FORWARD_TOTAL, MERGING, BACKWARD, ADDING, BACKWARD_TOTAL)
+
+TOKENS, HIDDEN = 16384, 2048
+"""Tokens of a batch and numbers of a token over all heads, if nothing else is said."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """B sequences of S_q query and S_k key rows. A causal case is square."""
+
+    head_dim: int
+    causal: bool
+    rows: int
+    batch: int
+    heads: int
+    kv_heads: int
+    keys: int = 0
+    """S_k; 0 for as many as query rows."""
+
+    def __post_init__(self) -> None:
+        if self.causal and self.num_keys != self.rows:
+            raise ValueError(
+                f"a causal case of {self.rows} rows and {self.keys} keys; only square ones are causal"
+            )
+
+    def __str__(self) -> str:
+        length = f"S{self.rows}" if self.num_keys == self.rows else f"S{self.rows}x{self.num_keys}"
+        mask = "causal" if self.causal else "full"
+        return f"D{self.head_dim}-{mask}-{length}-B{self.batch}-H{self.heads}-H_kv{self.kv_heads}"
+
+    @staticmethod
+    def parse(text: str) -> Case | None:
+        """The case of that name, None if it names none."""
+        found = re.fullmatch(r"D(\d+)-(causal|full)-S(\d+)(?:x(\d+))?-B(\d+)-H(\d+)-H_kv(\d+)", text)
+        if found is None:
+            return None
+        head_dim, mask, rows, keys, batch, heads, kv_heads = found.groups()
+        return Case(
+            int(head_dim), mask == "causal", int(rows), int(batch), int(heads), int(kv_heads), int(keys or 0)
+        )
+
+    @property
+    def num_keys(self) -> int:
+        return self.keys or self.rows
+
+    def flop(self, what: str) -> float:
+        """Floating-point operations of the products that a pass needs: two forward, five backward."""
+        forward = 4 * self.batch * self.heads * self.rows * self.num_keys * self.head_dim
+        return forward * (2.5 if "backward" in what else 1.0) / (2 if self.causal else 1)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One thing to be timed."""
+
+    kernel: str
+    case: Case
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Figures that are timed in turns, so that all ratios between them count."""
+
+    figures: tuple[Figure, ...]
+    ratios: tuple[tuple[Figure, Figure], ...] = field(default=())
+
+    @property
+    def kernels(self) -> tuple[tuple[str, Case], ...]:
+        """(kernel, case) pairs, each once, in order."""
+        return tuple(dict.fromkeys((figure.kernel, figure.case) for figure in self.figures))
+
+
+def of_hidden(head_dim: int, causal: bool, rows: int, tokens: int = TOKENS) -> Case:
+    """Equal heads of queries and keys, ``HIDDEN`` numbers a token, ``tokens`` tokens or one sequence."""
+    heads = HIDDEN // head_dim
+    return Case(head_dim, causal, rows, max(1, tokens // rows), heads, heads)
+
+
+def _compare(
+    case: Case, passes: Mapping[str, Sequence[str]], pairs: Sequence[tuple[str, str, str]]
+) -> Comparison:
+    """``passes`` by kernel; ``pairs`` of kernels with a pass that both have."""
+    figures = [Figure(kernel, case, what) for kernel, whats in passes.items() for what in whats]
+    ratios = [(Figure(ours, case, what), Figure(peer, case, what)) for ours, peer, what in pairs]
+    return Comparison(tuple(figures), tuple(ratios))
+
+
+OURS = (FORWARD, FORWARD_TOTAL, BACKWARD, BACKWARD_TOTAL)
+PEER = (FORWARD, BACKWARD_TOTAL)
+AGAINST_FA4 = (
+    ("hopper", "fa4", FORWARD),
+    ("hopper", "fa4-deterministic", BACKWARD_TOTAL),
+    ("hopper", "fa4", BACKWARD_TOTAL),
+    ("hopper", "hopper-unordered", BACKWARD_TOTAL),
+    ("hopper", "hopper-unordered", BACKWARD),
+    ("hopper-unordered", "fa4", BACKWARD_TOTAL),
+)
+QUICK = {
+    "hopper": OURS,
+    "hopper-unordered": (BACKWARD, BACKWARD_TOTAL),
+    "fa4": PEER,
+    "fa4-deterministic": (BACKWARD_TOTAL,),
+}
+CUDNN = (("hopper", "cudnn", FORWARD), ("hopper", "cudnn", BACKWARD_TOTAL))
+OTHERS = {
+    "triton": (FORWARD, BACKWARD_TOTAL),
+    "triton-dash": (BACKWARD_TOTAL,),
+    "triton-dash-unordered": (BACKWARD_TOTAL,),
+    "cudnn": PEER,
+    "fa2": PEER,
+    "fa2-deterministic": (BACKWARD_TOTAL,),
+    "flex": PEER,
+}
+AGAINST_OTHERS = (
+    *CUDNN,
+    ("hopper", "fa2-deterministic", BACKWARD_TOTAL),
+    ("hopper", "flex", FORWARD),
+    ("hopper", "flex", BACKWARD_TOTAL),
+    ("triton", "flex", FORWARD),
+    ("triton", "flex", BACKWARD_TOTAL),
+    ("triton-dash", "flex", BACKWARD_TOTAL),
+    ("triton", "fa2-deterministic", BACKWARD_TOTAL),
+    ("triton-dash", "triton-dash-unordered", BACKWARD_TOTAL),
+)
+
+
+def quick(head_dims: Sequence[int]) -> list[Comparison]:
+    """Ours and FlashAttention-4 at 16k and 4k."""
+    return [_compare(case, QUICK, AGAINST_FA4) for case in _squares(head_dims, (16384, 4096))]
+
+
+def peers(head_dims: Sequence[int]) -> list[Comparison]:
+    """All kernels at 16k and 4k."""
+    return [
+        _compare(case, {**QUICK, **OTHERS}, (*AGAINST_FA4, *AGAINST_OTHERS))
+        for case in _squares(head_dims, (16384, 4096))
+    ]
+
+
+def lengths(head_dims: Sequence[int]) -> list[Comparison]:
+    """Ours, FlashAttention-4 and cuDNN at the lengths that ``peers`` leaves out."""
+    return [
+        _compare(case, {**QUICK, "cudnn": PEER}, (*AGAINST_FA4, *CUDNN))
+        for case in _squares(head_dims, (1024, 2048, 8192, 32768))
+    ]
+
+
+SCHEDULES = ("naive", "descending", "shortest_first", "longest_first", "halves", "split_shift")
+
+
+def schedules(head_dims: Sequence[int]) -> list[Comparison]:
+    """The backward by every schedule that the mask allows, and without an order."""
+    comparisons = []
+    for case in _squares(head_dims, (16384, 4096)):
+        names = [f"hopper@{name}" for name in (*SCHEDULES, "symmetric_shift" if case.causal else "shift")]
+        every = ("hopper", *names, "hopper-unordered")
+        pairs = [(ours, "hopper@naive", BACKWARD) for ours in every if ours != "hopper@naive"]
+        pairs += [(ours, "hopper-unordered", BACKWARD) for ours in every[:-1]]
+        comparisons.append(_compare(case, dict.fromkeys(every, (BACKWARD,)), pairs))
+    return comparisons
+
+
+def groups(head_dims: Sequence[int]) -> list[Comparison]:
+    """Query heads that share key/value heads against as many of each: 32/8 at 16k, 8/1 in blocks."""
+    comparisons = []
+    for head_dim in head_dims:
+        for causal in (False, True):
+            shapes = [(16384, 32, 8), (8192, 8, 1), (4096, 8, 1), (2048, 8, 1)]
+            for rows, heads, kv_heads in shapes:
+                shared = Case(head_dim, causal, rows, 1, heads, kv_heads)
+                alone = Case(head_dim, causal, rows, 1, heads, heads)
+                figures = [
+                    Figure(kernel, case, what)
+                    for case in (shared, alone)
+                    for kernel, whats in (
+                        ("hopper", (FORWARD, BACKWARD, BACKWARD_TOTAL)),
+                        ("fa4", PEER),
+                        ("fa4-deterministic", (BACKWARD_TOTAL,)),
+                    )
+                    for what in whats
+                ]
+                pairs = [
+                    (Figure("hopper", shared, what), Figure("hopper", alone, what))
+                    for what in (FORWARD, BACKWARD, BACKWARD_TOTAL)
+                ]
+                pairs += [
+                    (Figure(ours, case, what), Figure(peer, case, what))
+                    for case in (shared, alone)
+                    for ours, peer, what in AGAINST_FA4[:3]
+                ]
+                comparisons.append(Comparison(tuple(figures), tuple(pairs)))
+    return comparisons
+
+
+def blocks(head_dims: Sequence[int]) -> list[Comparison]:
+    """Blocks of a mesh step: square ones (as in causal striping) and others, alone and into accumulators that
+    hold something."""
+    comparisons = []
+    square = [(rows, rows, causal) for rows in (2048, 4096, 8192, 16384) for causal in (False, True)]
+    oblong = [(2048, 8192, False), (8192, 2048, False), (4096, 16384, False), (16384, 4096, False)]
+    for head_dim in head_dims:
+        heads = HIDDEN // head_dim
+        for rows, keys, causal in (*square, *oblong):
+            case = Case(head_dim, causal, rows, 1, heads, heads, keys if keys != rows else 0)
+            passes = {"hopper": (FORWARD, MERGING, BACKWARD, ADDING)}
+            plain = _compare(case, passes, [])
+            merging, adding = (
+                (Figure("hopper", case, a), Figure("hopper", case, b))
+                for a, b in ((MERGING, FORWARD), (ADDING, BACKWARD))
+            )
+            comparisons.append(Comparison(plain.figures, (merging, adding)))
+    return comparisons
+
+
+def _squares(head_dims: Sequence[int], rows: Sequence[int]) -> list[Case]:
+    return [of_hidden(d, causal, s) for d in head_dims for s in rows for causal in (False, True)]
+
+
+SUITES = {
+    "quick": quick,
+    "peers": peers,
+    "lengths": lengths,
+    "schedules": schedules,
+    "groups": groups,
+    "blocks": blocks,
+}

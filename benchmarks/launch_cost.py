@@ -1,0 +1,75 @@
+"""What the host pays for a launch, and whether launches can be captured in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from attention_cases import BACKWARD_TOTAL, FORWARD, Case
+from contenders import Contender, Ours, make_inputs, our_kernel
+from harness import Record
+from peers import make_peer
+from timing import host_us
+
+WANTED_US = 40.0
+KERNELS = ("hopper", "triton", "triton-dash")
+
+
+def launch_records(benchmark: str, head_dims: Sequence[int]) -> list[Record]:
+    """Microseconds of host time a call, and 1 or 0 for graphs that give the bits of ordinary launches."""
+    records = []
+    for head_dim in head_dims:
+        case = Case(head_dim, True, 512, 1, 4, 4)
+        for name, run in _calls(case).items():
+            spent = host_us(run)
+            print(f"{case} {name}: {spent:.1f} us", flush=True)
+            records.append(
+                Record(benchmark, str(case), f"{name} host us", spent, "wanted at most", spent / WANTED_US)
+            )
+        for kernel in KERNELS:
+            same = float(_graph_equals_launches(kernel, case))
+            print(f"{case} {kernel}: graph of forward and backward equals launches: {same:.0f}", flush=True)
+            records.append(Record(benchmark, str(case), f"{kernel}: graph gives the same bits", same))
+    return records
+
+
+def _calls(case: Case) -> dict[str, Callable[[], object]]:
+    inputs = make_inputs(case, torch.device("cuda"), torch.bfloat16)
+    calls: dict[str, Callable[[], object]] = {}
+    for kernel in KERNELS:
+        ours = Ours(our_kernel(kernel), case, inputs)
+        for what, run in ours.passes.items():
+            calls[f"{kernel}: {what}"] = run
+        calls[f"{kernel}: delta"] = ours.row_delta
+        calls[f"{kernel}: conversion of dq, dk, dv"] = ours.finish_gradients
+    for kernel in ("fa4", "fa4-deterministic"):
+        try:
+            peer: Contender = make_peer(kernel, case, inputs)
+        except RuntimeError:
+            continue
+        for what in (FORWARD, BACKWARD_TOTAL):
+            calls[f"{kernel}: {what}"] = peer.passes[what]
+    return calls
+
+
+def _graph_equals_launches(kernel: str, case: Case) -> bool:
+    """Capture a forward and a whole backward, then replay them with other inputs."""
+    inputs = make_inputs(case, torch.device("cuda"), torch.bfloat16)
+    ours = Ours(our_kernel(kernel), case, inputs)
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        ours.step()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        captured = ours.step()
+    for mine, other in zip(
+        inputs, make_inputs(case, torch.device("cuda"), torch.bfloat16, seed=2), strict=True
+    ):
+        mine.copy_(other)
+    graph.replay()
+    replayed = [x.clone() for x in captured]
+    launched = ours.step()
+    return all(torch.equal(a, b) for a, b in zip(replayed, launched, strict=True))

@@ -1,0 +1,85 @@
+"""NVIDIA's compute-sanitizer over small shapes of our kernels.
+
+    python benchmarks/sanitize.py                           memcheck, then racecheck and synccheck
+    python benchmarks/sanitize.py --tool memcheck --kernel hopper
+
+Needs compute-sanitizer on PATH. Every tensor gets memory of its own, so that a step beyond one is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from attention_cases import Case
+from contenders import Ours, make_inputs, our_kernel
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+KERNELS = ("hopper", "triton", "triton-dash")
+FOUND_ERRORS = 9
+CASES = (
+    Case(128, True, 300, 1, 2, 1),
+    Case(64, True, 300, 1, 2, 1),
+    Case(128, False, 129, 2, 2, 2, 257),
+    Case(64, False, 129, 2, 2, 2, 257),
+    Case(80, True, 200, 1, 1, 1),
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tool", choices=TOOLS, nargs="+", default=TOOLS)
+    parser.add_argument("--kernel", choices=KERNELS, nargs="+", default=KERNELS)
+    parser.add_argument("--seconds", type=int, default=600, help="limit of one tool over one kernel")
+    parser.add_argument("--bare", action="store_true", help="run the kernels without a tool")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device is here")
+    if options.bare:
+        _run(options.kernel)
+        return
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
+    _run(options.kernel)  # compiles, so that the tool has less to look at
+    verdicts = {
+        (tool, kernel): _sanitized(tool, kernel, options.seconds)
+        for tool in options.tool
+        for kernel in options.kernel
+    }
+    for (tool, kernel), verdict in verdicts.items():
+        print(f"{tool} {kernel}: {verdict}")
+    if any(verdict != "clean" for verdict in verdicts.values()):
+        sys.exit(1)
+
+
+def _sanitized(tool: str, kernel: str, seconds: int) -> str:
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND_ERRORS)]
+    command += [sys.executable, __file__, "--bare", "--kernel", kernel]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        code = subprocess.run(command, env=environment, timeout=seconds).returncode
+    except subprocess.TimeoutExpired:
+        return f"not finished within {seconds} s"
+    return {0: "clean", FOUND_ERRORS: "found errors"}.get(code, f"ended with code {code}")
+
+
+def _run(kernels: Sequence[str]) -> None:
+    """Forward, merging, backward and adding, over every case."""
+    for kernel in kernels:
+        for case in CASES:
+            ours = Ours(our_kernel(kernel), case, make_inputs(case, torch.device("cuda"), torch.bfloat16))
+            ours.results()
+            ours.doubled_results()
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Timing in turns, in the state that a GPU keeps under lasting load.
+
+A Hopper GPU is limited by its power: the first launches after a rest run 5 to 10 % faster than later ones.
+So everything is timed right behind matrix products that keep it busy, these give the host the time to queue
+what is timed, and what is compared takes turns in one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+import torch
+
+from harness import Timing
+
+Run = Callable[[], object]
+Name = TypeVar("Name")
+
+MATMUL_SIZE = 8192
+
+
+class Clock(Protocol):
+    matmul_flop: float
+
+    def warm(self, seconds: float) -> None:
+        """Bring the device into its lasting state."""
+        ...
+
+    def once(self, run: Run) -> tuple[float, float]:
+        """Milliseconds on the device, and of the host to queue it, of a run that was made before."""
+        ...
+
+    def burst(self, run: Run, repeats: int, host_ms: float) -> list[float]:
+        """Milliseconds of each of ``repeats`` runs, one right behind the other."""
+        ...
+
+    def matmul(self) -> None:
+        """One product of square matrices, the rate that kernels are compared with."""
+        ...
+
+
+class CudaClock:
+    """Times by events of the current stream."""
+
+    def __init__(self) -> None:
+        size = (MATMUL_SIZE, MATMUL_SIZE)
+        self._a, self._b = (torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        self._c = torch.empty_like(self._a)
+        self.matmul_flop = 2.0 * MATMUL_SIZE**3
+        self.matmul()
+        self._lead_ms, _ = self.once(self.matmul)
+
+    def matmul(self) -> None:
+        torch.mm(self._a, self._b, out=self._c)
+
+    def warm(self, seconds: float) -> None:
+        for _ in range(math.ceil(seconds * 1e3 / self._lead_ms)):
+            self.matmul()
+        torch.cuda.synchronize()
+
+    def once(self, run: Run) -> tuple[float, float]:
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        start = time.perf_counter()
+        run()
+        host = (time.perf_counter() - start) * 1e3
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end), host
+
+    def burst(self, run: Run, repeats: int, host_ms: float) -> list[float]:
+        lead_ms = 2 * host_ms * (repeats + 1) + self._lead_ms
+        for _ in range(4):
+            for _ in range(math.ceil(lead_ms / self._lead_ms)):
+                self.matmul()
+            run()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+            events[0].record()
+            for event in events[1:]:
+                run()
+                event.record()
+            late = events[0].query()  # the device was there before all was queued
+            torch.cuda.synchronize()
+            if not late:
+                break
+            lead_ms *= 2
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+
+class HostClock:
+    """Times runs that end before they return."""
+
+    def __init__(self, size: int = 64) -> None:
+        self._a = torch.zeros(size, size)
+        self.matmul_flop = 2.0 * size**3
+
+    def matmul(self) -> None:
+        torch.mm(self._a, self._a)
+
+    def warm(self, seconds: float) -> None:
+        pass
+
+    def once(self, run: Run) -> tuple[float, float]:
+        start = time.perf_counter()
+        run()
+        spent = (time.perf_counter() - start) * 1e3
+        return spent, spent
+
+    def burst(self, run: Run, repeats: int, host_ms: float) -> list[float]:
+        return [self.once(run)[0] for _ in range(repeats)]
+
+
+def alternate(
+    clock: Clock, runs: Mapping[Name, Run], *, rounds: int, burst_ms: float = 16.0, warm_s: float = 0.5
+) -> dict[Name, Timing]:
+    """Times of all runs, which take turns in bursts of about ``burst_ms`` but at least 3 and at most 24 runs;
+    each round begins with another one."""
+    costs = {}
+    for name, run in runs.items():
+        run()
+        costs[name] = clock.once(run)
+    clock.warm(warm_s)
+    samples: dict[Name, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for number in range(rounds):
+        turn = number * len(names) // rounds
+        for name in names[turn:] + names[:turn]:
+            device_ms, host_ms = costs[name]
+            repeats = min(24, max(3, round(burst_ms / max(device_ms, 1e-3))))
+            samples[name] += clock.burst(runs[name], repeats, host_ms)
+    return {name: Timing.of(spent) for name, spent in samples.items()}
+
+
+def host_us(run: Run, calls: int = 100) -> float:
+    """Median microseconds that the host spends in a call while the device is busy with something else."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)
+    spent = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        run()
+        spent.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return sorted(spent)[calls // 2]

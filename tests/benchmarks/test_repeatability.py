@@ -1,0 +1,97 @@
+"""The benchmark of repeatability, without a GPU: it must see a bit that changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import contenders
+import repeatability
+import sanitize
+from attention_cases import Case
+from meshattn_kernels import get_kernel
+
+CASE = Case(16, True, 30, 1, 4, 2)
+
+
+class Unsteady:
+    """The reference kernel, which now and then gives another last bit of one number."""
+
+    def __init__(self, which: str, every: int) -> None:
+        self._kernel, self._which, self._every, self._calls = get_kernel("reference"), which, every, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+    def forward(self, q: Any, k: Any, v: Any, acc: Any, *args: Any, **options: Any) -> None:
+        self._kernel.forward(q, k, v, acc, *args, **options)
+        self._calls += 1
+        self._turn(acc)
+
+    def backward(self, *args: Any, **options: Any) -> None:
+        self._kernel.backward(*args, **options)
+        self._turn({**args[6], **args[7]})
+
+    def _turn(self, acc: dict[str, torch.Tensor]) -> None:
+        if self._which in acc and self._calls % self._every == 0:
+            acc[self._which].view(torch.int32).view(-1)[-1] ^= 1
+
+
+def repeats(kernel: Any) -> repeatability.Repeats:
+    inputs = contenders.make_inputs(CASE, torch.device("cpu"), torch.float32)
+    return repeatability.Repeats(contenders.Ours(kernel, CASE, inputs))
+
+
+def test_a_steady_kernel_repeats() -> None:
+    assert repeats(get_kernel("reference")).count(5) == 0
+
+
+@pytest.mark.parametrize("which", ["out", "lse", "dq", "dk", "dv"])
+def test_one_bit_is_seen(which: str) -> None:
+    assert repeats(Unsteady(which, every=4)).count(12) == 3
+
+
+def test_numbers_that_were_not_written_are_seen() -> None:
+    class Idle:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(get_kernel("reference"), name)
+
+        def backward(self, *args: Any, **options: Any) -> None:
+            pass
+
+    with pytest.raises(RuntimeError, match="left numbers that are not finite"):
+        repeats(Idle())
+
+
+def test_a_digest_is_of_all_bits() -> None:
+    digests = {
+        repeats(kernel).digest()
+        for kernel in (get_kernel("reference"), *(Unsteady(which, 1) for which in ("out", "lse", "dk")))
+    }
+    assert len(digests) == 4
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_on_the_cpu(tmp_path: Path) -> None:
+    repeatability.main(
+        ["--device", "cpu", "--rows", "20", "--repeats", "2", "--head-dim", "64", "--out", str(tmp_path)]
+    )
+    (lines,) = tmp_path.glob("*.jsonl")
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert {record["peer"] for record in records} == {"wanted 0", "wanted 1"}
+    assert all(record["ratio"] == 1 for record in records)
+
+
+@pytest.mark.parametrize("program", [repeatability, sanitize], ids=["repeatability", "sanitize"])
+def test_without_a_gpu(
+    program: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        program.main([])
+    assert ended.value.code == 2
+    assert "no CUDA device is here" in capsys.readouterr().err
