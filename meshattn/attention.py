@@ -24,7 +24,7 @@ from meshattn.plan.cost import CallShape, costs
 from meshattn.plan.greedy import build
 from meshattn.sequence import ShardedSequence
 from meshattn.transport.base import TransportError
-from meshattn_kernels import ArrayIntervals, AttentionKernel, choose_kernel, get_kernel
+from meshattn_kernels import AttentionKernel, BandIntervals, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -285,9 +285,9 @@ def _check_kernel(options: _Options, q: Tensor, v: Tensor, seq: ShardedSequence)
         raise ValueError(f"kernel is a {type(options.kernel).__name__}: give its name, or None")
     # The form of the intervals follows from layout and mask, so that any block tells it for all ranks.
     rank = seq.mesh.rank
-    own_block = seq.block_intervals(MaskRule.build(causal=options.causal), rank, rank)
-    arrays = isinstance(own_block, ArrayIntervals)
-    name = choose_kernel(options.kernel, q.device, q.dtype, q.shape[-1], v.shape[-1], arrays=arrays)
+    rule = MaskRule.build(causal=options.causal)
+    plain = rule.left is None and isinstance(seq.block_intervals(rule, rank, rank), BandIntervals)
+    name = choose_kernel(options.kernel, q.device, q.dtype, q.shape[-1], v.shape[-1], plain_mask=plain)
     local = get_kernel(name)
     if options.deterministic and not local.deterministic:
         raise ValueError(

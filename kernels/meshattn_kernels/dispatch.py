@@ -70,15 +70,15 @@ def choose_kernel(
     head_dim: int,
     head_dim_v: int,
     *,
-    arrays: bool = False,
+    plain_mask: bool = True,
 ) -> str:
     """Name of the kernel that runs on tensors of this device, type and head sizes (q and k; v).
 
     Args:
         name: a kernel that must be taken or refused; None chooses by the rule of ``meshattn_kernels.rules``.
-        arrays: whether intervals may come as arrays.
+        plain_mask: whether the mask of every block is full or causal, as a band.
 
     Raises:
         ValueError: no kernel serves that, or the named one does not; the message says which would.
     """
-    return choose(name, Request(Platform.of(device), dtype, head_dim, head_dim_v, arrays))
+    return choose(name, Request(Platform.of(device), dtype, head_dim, head_dim_v, plain_mask))

@@ -67,13 +67,13 @@ class Platform:
 @dataclass(frozen=True)
 class Request:
     """What a kernel is asked for: where, the type and head sizes (of q and k; of v) of the inputs, and
-    whether intervals may come as arrays."""
+    whether the mask of every block is a band without a left edge: full or causal."""
 
     platform: Platform
     dtype: torch.dtype
     head_dim: int
     head_dim_v: int
-    arrays: bool = False
+    plain_mask: bool = True
 
     @property
     def place(self) -> str:
@@ -227,12 +227,12 @@ def _head_dims(name: str, request: Request, step: int, largest: int) -> Refusal:
 
 
 def _plain_masks(name: str, request: Request) -> Refusal:
-    if request.arrays:
-        return (
-            f"this layout or mask gives every row an interval of its own; kernel {name!r} takes full and "
-            "causal blocks of striped and contiguous layouts"
-        )
-    return None
+    if request.plain_mask:
+        return None
+    return (
+        f"layout and mask give rows intervals of their own; kernel {name!r} takes no mask and causal, in "
+        "striped and contiguous layouts"
+    )
 
 
 def _dotted(version: tuple[int, ...]) -> str:
