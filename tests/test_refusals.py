@@ -124,6 +124,36 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         ("reduce_dtype=torch.bfloat16", "torch.float32 (the default)"),
     ),
     "kernel": (lambda m: _attend(m, kernel="fast"), ValueError, ("kernel is 'fast'", "reference")),
+    "kernel-of-a-gpu": (
+        lambda m: _attend(m, kernel="hopper"),
+        ValueError,
+        ("q is on cpu", "kernel 'hopper' runs on compute capability 9.0", "Choose kernel='reference'"),
+    ),
+    "kernel-without-order": (
+        lambda m: _attend(m, kernel="sdpa"),
+        ValueError,
+        ("kernel='sdpa' is not bitwise deterministic", "pass deterministic=False"),
+    ),
+    "kernel-of-equal-head-sizes": (
+        lambda m: _attend(m, v=_ones(2, ROWS, 4, 16), kernel="sdpa", deterministic=False),
+        ValueError,
+        ("q and k have head size 8 and v 16", "kernel 'sdpa' takes equal ones"),
+    ),
+    "kernel-of-plain-masks": (
+        lambda m: ma.mesh_attention(
+            *[_ones(2, ROWS, 4, 8)] * 3,
+            m.sequence(SEQ_LEN, layout="zigzag"),
+            kernel="sdpa",
+            deterministic=False,
+        ),
+        ValueError,
+        ("intervals of their own", "kernel 'sdpa'", "striped and contiguous layouts"),
+    ),
+    "kernel-for": (
+        lambda m: ma.kernel_for("cpu", torch.float32, 8, kernel="fast"),
+        ValueError,
+        ("kernel is 'fast'", "reference"),
+    ),
     "window": (
         lambda m: _attend(m, window_size=(4, 0)),
         NotImplementedError,
