@@ -19,7 +19,15 @@ from attention_cases import (
     MERGING,
     Case,
 )
-from meshattn_kernels import UNBOUNDED, AttentionKernel, BandIntervals, accumulator_dtype, get_kernel
+from meshattn_kernels import (
+    UNBOUNDED,
+    AccumulatorKind,
+    AttentionKernel,
+    BandIntervals,
+    accumulator_dtype,
+    get_kernel,
+)
+from meshattn_kernels.delta import row_delta
 
 
 class Inputs(NamedTuple):
@@ -77,42 +85,48 @@ def our_kernel(name: str) -> AttentionKernel:
 
 @dataclass(eq=False)
 class Ours:
-    """A kernel of ``meshattn_kernels`` over one block, its accumulators poisoned at first."""
+    """A kernel of ``meshattn_kernels`` over one block, its accumulators poisoned at first.
+
+    The total passes are those of one rank, where the block is all that there is: a kernel that can writes
+    its results in the type of the inputs then.
+    """
 
     kernel: AttentionKernel
     case: Case
     inputs: Inputs
 
     def __post_init__(self) -> None:
-        case, q = self.case, self.inputs.q
+        case = self.case
         self.scale = case.head_dim**-0.5
         low = 0 if case.causal else -UNBOUNDED
         self.intervals = BandIntervals(low, UNBOUNDED, case.rows, case.num_keys)
-        self.exact = accumulator_dtype(q.dtype)
-        self.out, self.dq, self.dkv = (
-            self._poisoned("out", case.rows),
-            self._poisoned("dq", case.rows),
-            self._poisoned("dkv", case.num_keys),
-        )
-        self.forward()
-        self.lse = self.out["lse"].clone()
+        self.dtype = self.inputs.q.dtype
+        exact = accumulator_dtype(self.dtype)
+        self.out, self.dkv = self._poisoned("out", exact), self._poisoned("dkv", exact)
+        self.dq = self._poisoned("dq", exact)
+        self.whole_out, self.whole_dkv = self.out, self.dkv
+        if "out" in self.kernel.writes_finished:
+            self.whole_out = self._poisoned("out", self.dtype)
+        if "dkv" in self.kernel.writes_finished:
+            self.whole_dkv = self._poisoned("dkv", self.dtype)
         self.finished = self.forward_total()
+        self.lse = self.whole_out["lse"].clone()
         self.delta = self.row_delta()
 
-    def _poisoned(self, kind: Any, rows: int) -> dict[str, Tensor]:
+    def _poisoned(self, kind: AccumulatorKind, dtype: torch.dtype) -> dict[str, Tensor]:
         case = self.case
         shapes = self.kernel.accumulator_shapes(
             kind,
             batch=case.batch,
-            rows=rows,
+            rows=case.num_keys if kind == "dkv" else case.rows,
             heads=case.heads,
             kv_heads=case.kv_heads,
             head_dim=case.head_dim,
             head_dim_v=case.head_dim,
         )
-        device = self.inputs.q.device
+        device, exact = self.inputs.q.device, accumulator_dtype(self.dtype)
         return {
-            name: torch.full(shape, math.nan, dtype=self.exact, device=device)
+            name: torch.full(shape, math.nan, dtype=exact if name == "lse" else dtype, device=device)
             for name, shape in shapes.items()
         }
 
@@ -128,39 +142,37 @@ class Ours:
         }
 
     def forward(self, first: bool = True) -> None:
+        self._forward(self.out, first)
+
+    def _forward(self, out: Mapping[str, Tensor], first: bool) -> None:
         q, k, v, _ = self.inputs
-        self.kernel.forward(q, k, v, self.out, self.intervals, softmax_scale=self.scale, first=first)
+        self.kernel.forward(q, k, v, out, self.intervals, softmax_scale=self.scale, first=first)
 
     def forward_total(self) -> Tensor:
-        self.forward()
-        return self.finish_out()
+        self._forward(self.whole_out, True)
+        return self._finish("out", self.whole_out)[0]
 
-    def finish_out(self) -> Tensor:
-        dtype = self.inputs.q.dtype
-        return self.kernel.finish("out", self.out, dtype=dtype, softmax_scale=self.scale)[0]
+    def _finish(self, kind: AccumulatorKind, acc: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        return self.kernel.finish(kind, acc, dtype=self.dtype, softmax_scale=self.scale)
 
     def row_delta(self) -> Tensor:
-        do = self.inputs.do
-        return torch.einsum("bshd,bshd->bhs", do.to(self.exact), self.finished.to(self.exact))
+        return row_delta(self.inputs.do, self.finished)
 
     def backward(self, first: bool = True) -> None:
-        self._backward(self.delta, first)
+        self._backward(self.delta, self.dkv, first)
 
-    def _backward(self, delta: Tensor, first: bool) -> None:
+    def _backward(self, delta: Tensor, dkv: Mapping[str, Tensor], first: bool) -> None:
         self.kernel.backward(
-            *self.inputs, self.lse, delta, self.dq, self.dkv, self.intervals,
+            *self.inputs, self.lse, delta, self.dq, dkv, self.intervals,
             softmax_scale=self.scale, first_dq=first, first_dkv=first,
         )  # fmt: skip
 
     def finish_gradients(self) -> tuple[Tensor, ...]:
-        dtype = self.inputs.q.dtype
-        return (
-            *self.kernel.finish("dq", self.dq, dtype=dtype, softmax_scale=self.scale),
-            *self.kernel.finish("dkv", self.dkv, dtype=dtype, softmax_scale=self.scale),
-        )
+        """dq, dk, dv of the last whole backward."""
+        return *self._finish("dq", self.dq), *self._finish("dkv", self.whole_dkv)
 
     def backward_total(self) -> tuple[Tensor, ...]:
-        self._backward(self.row_delta(), True)
+        self._backward(self.row_delta(), self.whole_dkv, True)
         return self.finish_gradients()
 
     def results(self) -> Results:
@@ -170,16 +182,14 @@ class Ours:
     def step(self) -> Results:
         """As ``results``, but the backward takes the lse and out of this forward, not those of the first."""
         self.finished = self.forward_total()
-        self.lse.copy_(self.out["lse"])
+        self.lse.copy_(self.whole_out["lse"])
         return Results(self.finished, *self.backward_total())
 
     def doubled_results(self) -> Results:
         """Of the block merged with itself and its gradients added to themselves, then halved: the same
         numbers."""
-        self.forward()
-        self.forward(first=False)
-        out = self.finish_out()
-        self.backward()
-        self.backward(first=False)
-        dq, dk, dv = (x / 2 for x in self.finish_gradients())
-        return Results(out, dq, dk, dv)
+        for first in (True, False):
+            self.forward(first)
+            self.backward(first)
+        gradients = *self._finish("dq", self.dq), *self._finish("dkv", self.dkv)
+        return Results(self._finish("out", self.out)[0], *(x / 2 for x in gradients))

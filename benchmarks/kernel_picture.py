@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from attention_cases import BACKWARD_TOTAL, FORWARD, HIDDEN, TOKENS, Case
+from attention_cases import BACKWARD_TOTAL, FORWARD_TOTAL, HIDDEN, TOKENS, Case
 
 Rates = Mapping[str, Mapping[Case, Mapping[str, float]]]
 """TF/s by pass, case and kernel."""
@@ -32,7 +32,7 @@ def draw(rates: Rates, path: Path) -> bool:
         key=lambda case: (-case.head_dim, case.causal),
     )
     columns = list(dict.fromkeys(map(_column, cases)))
-    passes = [what for what in (FORWARD, BACKWARD_TOTAL) if any(map(_is_batch, rates.get(what, {})))]
+    passes = [what for what in (FORWARD_TOTAL, BACKWARD_TOTAL) if any(map(_is_batch, rates.get(what, {})))]
     try:
         from matplotlib.figure import Figure
     except ImportError:

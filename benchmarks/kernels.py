@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 from attention_cases import (
-    ADDING,
     FORWARD,
     MERGING,
     PASSES,
@@ -140,7 +139,7 @@ def _measure(
         if case not in inputs:
             inputs[case] = make_inputs(case, device, dtype)
             oracles[case] = Oracle(case, inputs[case])
-        contender = _checked(comparison, kernel, case, inputs[case], oracles[case], session)
+        contender = _checked(kernel, case, inputs[case], oracles[case], session)
         if contender is not None:
             ready[kernel, case] = contender
     timed = [figure for figure in comparison.figures if (figure.kernel, figure.case) in ready]
@@ -150,9 +149,7 @@ def _measure(
     _record(comparison, times, matmul, clock.matmul_flop, session)
 
 
-def _checked(
-    comparison: Comparison, kernel: str, case: Case, inputs: Inputs, oracle: Oracle, session: Session
-) -> Contender | None:
+def _checked(kernel: str, case: Case, inputs: Inputs, oracle: Oracle, session: Session) -> Contender | None:
     """The kernel with its tensors, if it takes the case and is right."""
     try:
         if kernel in PEERS:
@@ -160,8 +157,7 @@ def _checked(
             kinds = [contender.results]
         else:
             contender = ours = Ours(our_kernel(kernel), case, inputs)
-            wanted = {figure.what for figure in comparison.figures if figure.kernel == kernel}
-            kinds = [ours.results, *([ours.doubled_results] if wanted & {MERGING, ADDING} else [])]
+            kinds = [ours.results, ours.doubled_results]
         errors = [oracle.errors(results()) for results in kinds]
         _settle(inputs)
     except Exception as reason:  # peers refuse by exceptions of many kinds

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from attention_cases import BACKWARD_TOTAL, FORWARD, Case
+from attention_cases import Case
 from contenders import Contender, Ours, make_inputs, our_kernel
 from harness import Record
 from peers import make_peer
@@ -48,8 +48,8 @@ def _calls(case: Case) -> dict[str, Callable[[], object]]:
             peer: Contender = make_peer(kernel, case, inputs)
         except RuntimeError:
             continue
-        for what in (FORWARD, BACKWARD_TOTAL):
-            calls[f"{kernel}: {what}"] = peer.passes[what]
+        for what, run in peer.passes.items():
+            calls[f"{kernel}: {what}"] = run
     return calls
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention_cases import BACKWARD_TOTAL, FORWARD, Case
+from attention_cases import BACKWARD_TOTAL, FORWARD_TOTAL, Case
 from contenders import Contender, Inputs, Results
 
 PEERS = ("fa4", "fa4-deterministic", "cudnn", "fa2", "fa2-deterministic", "flex")
@@ -77,11 +77,11 @@ class FlashAttention4:
             )
 
         self._state = state
-        self.passes: Mapping[str, Callable[[], Any]] = {FORWARD: forward, BACKWARD_TOTAL: backward}
+        self.passes: Mapping[str, Callable[[], Any]] = {FORWARD_TOTAL: forward, BACKWARD_TOTAL: backward}
         forward()
 
     def results(self) -> Results:
-        self.passes[FORWARD]()
+        self.passes[FORWARD_TOTAL]()
         return Results(self._state["out"], *self.passes[BACKWARD_TOTAL]()[:3])
 
 
@@ -98,7 +98,7 @@ class _Differentiated:
         self._attend, self._deterministic = attend, deterministic
         self._leaves = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
         self.passes: Mapping[str, Callable[[], object]] = {
-            FORWARD: self.forward,
+            FORWARD_TOTAL: self.forward,
             BACKWARD_TOTAL: self.backward,
         }
         self.forward()

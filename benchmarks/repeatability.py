@@ -41,28 +41,26 @@ class Repeats:
 
     def __init__(self, ours: Ours) -> None:
         self._ours = ours
-        self.run()
-        self._first = [x.clone() for x in self.accumulators()]
+        self._first = [x.clone() for x in self.run()]
         if not all(bool(x.isfinite().all()) for x in self._first):
             raise RuntimeError(f"{ours.case}: {ours.kernel.name} left numbers that are not finite")
 
-    def accumulators(self) -> list[Tensor]:
+    def run(self) -> list[Tensor]:
+        """Everything that a forward and a backward leave: in accumulators, and as finished results where
+        these are written by other code of the kernel."""
         ours = self._ours
-        return [*ours.out.values(), *ours.dq.values(), *ours.dkv.values()]
-
-    def run(self) -> None:
-        for x in self.accumulators():
+        finished = ours.results() if ours.kernel.writes_finished else ()
+        accumulators = [*ours.out.values(), *ours.dq.values(), *ours.dkv.values()]
+        for x in accumulators:
             x.fill_(torch.nan)
-        self._ours.forward()
-        self._ours.backward()
+        ours.forward()
+        ours.backward()
+        return [*accumulators, *finished]
 
-    def differ(self) -> Tensor:
-        """Whether the bits now differ from the first, on the device: bool []."""
+    def differ(self, now: list[Tensor]) -> Tensor:
+        """Whether these bits differ from the first, on the device: bool []."""
         return torch.stack(
-            [
-                (_bits(now) != _bits(first)).any()
-                for now, first in zip(self.accumulators(), self._first, strict=True)
-            ]
+            [(_bits(x) != _bits(first)).any() for x, first in zip(now, self._first, strict=True)]
         ).any()
 
     def count(self, repeats: int, around: Callable[[], object] = lambda: None) -> int:
@@ -70,8 +68,7 @@ class Repeats:
         found = []
         for _ in range(repeats):
             around()
-            self.run()
-            found.append(self.differ())
+            found.append(self.differ(self.run()))
         return int(torch.stack(found).sum())
 
     def adopt(self, ours: Ours) -> None:
@@ -232,11 +229,11 @@ def _beside_a_resident_kernel(options: argparse.Namespace, device: torch.device)
             for _ in range(_quarter(options.repeats)):
                 torch.cuda.synchronize()
                 free = occupy(held, OCCUPIED_MS, stream)
-                repeats.run()
+                now = repeats.run()
                 done = torch.cuda.current_stream().record_event()
                 done.synchronize()
                 meanwhile += not free.query()
-                differing += int(repeats.differ())
+                differing += int(repeats.differ(now))
             count = _quarter(options.repeats)
             what = f"hopper, {held} multiprocessors held, workers={workers}, {meanwhile} done meanwhile"
             yield _none_differ(case, what, differing, count)
@@ -272,7 +269,7 @@ def _in_other_processes(options: argparse.Namespace, device: torch.device) -> It
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.view(torch.int32 if x.element_size() == 4 else torch.int64)
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def _digests(head_dims: Sequence[int], device: torch.device, rows: int) -> dict[str, str]:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from attention_cases import ADDING, BACKWARD, BACKWARD_TOTAL, FORWARD, HIDDEN, MERGING, TOKENS, Case
+from attention_cases import (
+    ADDING,
+    BACKWARD,
+    BACKWARD_TOTAL,
+    FORWARD,
+    FORWARD_TOTAL,
+    HIDDEN,
+    MERGING,
+    TOKENS,
+    Case,
+)
 
 
 @dataclass(frozen=True)
@@ -25,8 +35,8 @@ def requirements() -> Iterator[Requirement]:
         yield Requirement(
             f"forward / FA4 forward, D{head_dim}, 16k",
             least,
-            f"hopper: {FORWARD}",
-            f"fa4: {FORWARD}",
+            f"hopper: {FORWARD_TOTAL}",
+            f"fa4: {FORWARD_TOTAL}",
             _batch_of(head_dim, 16384),
         )
     for peer, least_128, least_64, note in (
