@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshattn.plan import CallShape, Tile, choose_tile, total_bytes
+from meshattn_kernels import rules
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 PLANNED = re.findall(
@@ -57,8 +58,24 @@ def test_bytes_of_the_demo() -> None:
         assert f"| bytes {way} | 0 | {ring:,} | {mesh:,} |" in README
 
 
+def test_the_rule_of_the_kernels() -> None:
+    triton = [f"3.{minor}" for minor in range(10) if rules.HOPPER_OLDEST_TRITON <= (3, minor)]
+    known = [version for version in triton if (3, int(version[2:])) < rules.HOPPER_FIRST_UNKNOWN_TRITON]
+    lines = [line for line in README.splitlines() if "| `hopper`" in line or "| `triton`" in line]
+    hopper, portable = lines
+    assert f"compute capability {_dotted(rules.HOPPER_CAPABILITY)}, triton {' or '.join(known)} |" in hopper
+    assert f"| multiples of {rules.HOPPER_HEAD_DIM_STEP} up to {rules.HOPPER_MAX_HEAD_DIM} |" in hopper
+    assert f"compute capability {_dotted(rules.LEAST_CAPABILITY)} or more |" in portable
+    assert f"| up to {rules.MAX_HEAD_DIM} |" in portable
+    assert all(f"`{name}`" in README for name in rules.RULES)
+
+
 def test_the_table_was_found() -> None:
     assert len(PLANNED) == 6
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _both(tile: Tile, shape: CallShape) -> int:
