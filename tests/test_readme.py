@@ -59,8 +59,8 @@ def test_bytes_of_the_demo() -> None:
 
 
 def test_the_rule_of_the_kernels() -> None:
-    triton = [f"3.{minor}" for minor in range(10) if rules.HOPPER_OLDEST_TRITON <= (3, minor)]
-    known = [version for version in triton if (3, int(version[2:])) < rules.HOPPER_FIRST_UNKNOWN_TRITON]
+    oldest, unknown = rules.HOPPER_OLDEST_TRITON, rules.HOPPER_FIRST_UNKNOWN_TRITON
+    known = [_dotted((3, minor)) for minor in range(10) if (3, minor) >= oldest and (3, minor) < unknown]
     lines = [line for line in README.splitlines() if "| `hopper`" in line or "| `triton`" in line]
     hopper, portable = lines
     assert f"compute capability {_dotted(rules.HOPPER_CAPABILITY)}, triton {' or '.join(known)} |" in hopper
