@@ -130,7 +130,7 @@ def connect(group: Group | None, timeout: float) -> Connection:
         rank=ranks.index(dist.get_rank()),
         size=len(ranks),
         names=ranks,
-        transport=P2PTransport(data, [dist.get_group_rank(data, rank) for rank in ranks], ranks),
+        transport=P2PTransport(data, [dist.get_group_rank(data, rank) for rank in ranks], ranks, timeout),
         store=PrefixStore("meshattn", c10d._get_process_group_store(data)),
         reason="not chosen yet",
         timeout=timeout,
@@ -152,7 +152,7 @@ def choose(connection: Connection, transport: str) -> Connection:
     if connection.size == 1:
         return replace(connection, choice=transport, reason="a single rank has nothing to send")
     roll = Roll(PrefixStore("choice", connection.store), connection.rank, connection.size, connection.timeout)
-    nccl = "nccl" in dist.get_backend_config(connection.transport.group)
+    nccl = connection.transport.uses_nccl
     device = _device_in_use(asked_for=nccl or transport == "symmetric")
     places = gather_places(roll, place_here(device))
     if transport == "p2p":
@@ -228,6 +228,10 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
     backend, store = world.pg_map[everybody]
     # With a device bound to the default group, PyTorch would split its communicator, which takes all ranks.
     device, everybody.bound_device_id = everybody.bound_device_id, None
+    options = None
+    if dist.is_nccl_available() and "nccl" in dist.get_backend_config(everybody):
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
     try:
         group, _ = c10d._new_process_group_helper(
             len(ranks),
@@ -237,6 +241,7 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
             store,
             f"meshattn/{title}",  # type: ignore[arg-type]
             timeout=timeout,
+            backend_options=options,
             group_desc="meshattn",
         )
     finally:

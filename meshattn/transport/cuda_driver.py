@@ -58,6 +58,32 @@ class StreamOps(Protocol):
     def synchronize(self) -> None: ...
 
 
+def _functions(library: Any) -> dict[str, Any]:
+    library = ctypes.CDLL("libcuda.so.1") if library is None else library
+    functions = {}
+    for name, arguments in _SIGNATURES.items():
+        functions[name] = getattr(library, name)
+        functions[name].argtypes = arguments
+        functions[name].restype = c_int
+    return functions
+
+
+def _error(functions: dict[str, Any], call: str, status: int) -> CudaDriverError:
+    text = c_char_p()
+    functions["cuGetErrorName"](status, byref(text))
+    name = text.value.decode() if text.value else "an unknown error"
+    return CudaDriverError(f"{call}: {name} ({status})")
+
+
+def enter_watching_thread(device: torch.device, library: Any = None) -> None:
+    """Make the device current in a new thread, whose queries must not disturb a graph capture elsewhere."""
+    torch.cuda.set_device(device)
+    functions, call = _functions(library), "cuThreadExchangeStreamCaptureMode"
+    status = functions[call](byref(c_int(_RELAXED)))
+    if status != _SUCCESS:
+        raise _error(functions, call, status)
+
+
 class CudaStreamOps:
     """The operations on one device, which must be current in every thread that calls them.
 
@@ -68,13 +94,7 @@ class CudaStreamOps:
 
     def __init__(self, device: torch.device, library: Any = None) -> None:
         self._device = device
-        library = ctypes.CDLL("libcuda.so.1") if library is None else library
-        functions = {}
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes = arguments
-            function.restype = c_int
-            functions[name] = function
+        functions = _functions(library)
         self._write = functions["cuStreamWriteValue32_v2"]
         self._wait = functions["cuStreamWaitValue32_v2"]
         self._copy = functions["cuMemcpyDtoDAsync_v2"]
@@ -83,8 +103,7 @@ class CudaStreamOps:
         self._record = functions["cuEventRecord"]
         self._query = functions["cuEventQuery"]
         self._wait_event = functions["cuStreamWaitEvent"]
-        self._capture_mode = functions["cuThreadExchangeStreamCaptureMode"]
-        self._error_name = functions["cuGetErrorName"]
+        self._functions = functions
         stream: Any = torch.cuda.Stream
         self._streams = [stream(device, priority=_HIGH_PRIORITY) for _ in range(2)]
         self.comm_stream, self.rescue_stream = (int(stream.cuda_stream) for stream in self._streams)
@@ -92,10 +111,7 @@ class CudaStreamOps:
 
     def _check(self, call: str, status: int) -> None:
         if status != _SUCCESS:
-            text = c_char_p()
-            self._error_name(status, byref(text))
-            name = text.value.decode() if text.value else "an unknown error"
-            raise CudaDriverError(f"{call}: {name} ({status})")
+            raise _error(self._functions, call, status)
 
     def current_stream(self) -> int:
         return int(self._current(self._device.index))
@@ -136,9 +152,7 @@ class CudaStreamOps:
         return bool(status == _SUCCESS)
 
     def enter_thread(self) -> None:
-        """Make the device current in a new thread, whose calls must not disturb a graph capture elsewhere."""
-        torch.cuda.set_device(self._device)
-        self._check("cuThreadExchangeStreamCaptureMode", self._capture_mode(byref(c_int(_RELAXED))))
+        enter_watching_thread(self._device)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

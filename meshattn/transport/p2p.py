@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshattn.transport.base import Message, Transport, TransportError
+from meshattn.transport.nccl import NcclGroup
 
-_TAGS = (
-    2**31
-)  # gloo matches by tag; a running number keeps a rank that skipped an exchange from pairing with a later one
+# gloo matches by tag; a running number keeps a rank that skipped an exchange from pairing with a later one
+_TAGS = 2**31
 
 
 class _P2PHandle:
@@ -26,16 +27,16 @@ class _P2PHandle:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _failed(self._where, error) from error
+                raise _failed(self._where, str(error)) from error
 
     def release(self) -> None:
         pass
 
 
-def _failed(where: str, error: Exception) -> TransportError:
+def _failed(where: str, reason: str) -> TransportError:
+    first = (reason.strip().splitlines() or ["no reason given"])[0]
     return TransportError(
-        f"{where} failed; a peer has died, stalled past the timeout, or failed itself "
-        f"({str(error).strip().splitlines()[0]})"
+        f"{where} failed; a peer has died, stalled past the timeout, or failed itself ({first})"
     )
 
 
@@ -46,16 +47,22 @@ class P2PTransport(Transport):
         group: the process group that carries the data.
         members: its group ranks in mesh order.
         names: the global ranks in mesh order, for messages.
+        timeout: seconds that an exchange on a GPU may take once nothing of this rank holds it up; on the CPU
+            the group's own timeout counts.
     """
 
     name = "p2p"
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], names: Sequence[int]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, members: Sequence[int], names: Sequence[int], timeout: float
+    ) -> None:
         super().__init__()
         self.group = group
         self._members = tuple(members)
         self._names = tuple(names)
         self._count = 0
+        self._timeout = timeout
+        self._nccl: NcclGroup | None = None
 
     def _exchange(self, message: Message, send: Tensor | None, recv: Tensor | None) -> _P2PHandle:
         tag = self._count % _TAGS
@@ -71,11 +78,35 @@ class P2PTransport(Transport):
             for operation, buffer, peer in halves
             if buffer is not None
         ]
+        nccl = self._nccl_of(send if send is not None else recv)
+        begun = None if nccl is None else nccl.begin()
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise _failed(where, error) from error
+            raise _failed(where, str(error)) from error
+        if nccl is not None:
+            nccl.follow(where, begun, works)
         return _P2PHandle(where, works, (send, recv))
+
+    def _nccl_of(self, buffer: Tensor | None) -> NcclGroup | None:
+        if buffer is None or buffer.device.type != "cuda" or not self.uses_nccl:
+            return None
+        if self._nccl is None:
+            self._nccl = NcclGroup(self.group, buffer.device, self._timeout)
+        return self._nccl
+
+    @cached_property
+    def uses_nccl(self) -> bool:
+        """Whether NCCL moves CUDA tensors."""
+        return "nccl" in dist.get_backend_config(self.group)
+
+    def compute_follows(self) -> None:
+        if self._nccl is not None:
+            self._nccl.give_head_start()
+
+    def check(self) -> None:
+        if self._nccl is not None:
+            self._nccl.check()
 
     def all_gather(self, tensor: Tensor) -> Sequence[Tensor]:
         tensor = tensor.detach().contiguous()
@@ -91,4 +122,6 @@ class P2PTransport(Transport):
         self.all_gather(torch.zeros(1, device=device))
 
     def close(self) -> None:
+        if self._nccl is not None:
+            self._nccl.close()
         dist.destroy_process_group(self.group)

@@ -1,0 +1,81 @@
+"""NCCL beside kernels that take the whole GPU: a head start, and an end for exchanges that stand still."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshattn.transport.cuda_driver import enter_watching_thread
+from meshattn.transport.watch import Pending, Watch
+
+_HEAD_START = 20_000  # clock cycles, about 10 us: more than twice what NCCL's kernel lags behind
+
+
+class NcclGroup:
+    """What NCCL needs beside sends and receives: a head start, and somebody who sees that it stands still.
+
+    Its kernel needs 16 whole multiprocessors. If an attention kernel, which takes all, starts first, then
+    NCCL's begins when that one ends, and nothing overlaps. Both wait for the same event and NCCL's for one
+    more, so it loses the race unless the current stream dawdles a little.
+
+    Args:
+        group: a process group that carries exchanges alone.
+        device: whose tensors it exchanges.
+        timeout: seconds that an exchange may take once nothing of this rank holds it up.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+        self._backend = group._get_backend(device)
+        # PyTorch's own watch would end the process, and name neither step nor transfer.
+        self._backend._set_default_timeout(timedelta(seconds=2 * timeout + 60))
+        self._watch = Watch(timeout, lambda: enter_watching_thread(device))
+        self._aborted = False
+        self._started = False
+
+    def begin(self) -> torch.cuda.Event | None:
+        """Called before the sends and receives of an exchange."""
+        self._watch.check()
+        self._started = True
+        if torch.cuda.is_current_stream_capturing():
+            return None  # a captured exchange runs later, and often
+        event: Any = torch.cuda.Event
+        begun: torch.cuda.Event = event()
+        begun.record()
+        return begun
+
+    def follow(self, where: str, begun: torch.cuda.Event | None, works: Sequence[dist.Work]) -> None:
+        """Called after them: see that they end."""
+        if begun is not None and works:
+            self._watch.add(
+                Pending(
+                    lane="nccl",
+                    failure=f"{where} did not end",
+                    has_begun=begun.query,
+                    is_done=lambda: all(work.is_completed() for work in works),
+                    let_go=self._abort,
+                )
+            )
+
+    def _abort(self) -> None:
+        if not self._aborted:
+            self._aborted = True
+            self._backend.abort()
+
+    def give_head_start(self) -> None:
+        """Hold up the current stream, once, after exchanges have been started."""
+        if self._started:
+            self._started = False
+            dawdle: Any = torch.cuda._sleep
+            dawdle(_HEAD_START)
+
+    def check(self) -> None:
+        """TransportError if an exchange is known to have failed."""
+        self._watch.check()
+
+    def close(self) -> None:
+        """No more exchanges."""
+        self._watch.stop()
