@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from meshattn.agreement import RankMismatchError
     from meshattn.attention import kernel_for, mesh_attention, ring_attention
+    from meshattn.documents import cu_seqlens_from_end_tokens, cu_seqlens_from_position_ids
     from meshattn.mesh import AttentionMesh, init_attention_mesh
     from meshattn.sequence import ShardedSequence
     from meshattn.transport.base import TransportError
@@ -22,6 +23,8 @@ __all__ = [
     "ShardedSequence",
     "TransportError",
     "__version__",
+    "cu_seqlens_from_end_tokens",
+    "cu_seqlens_from_position_ids",
     "init_attention_mesh",
     "kernel_for",
     "mesh_attention",
@@ -33,6 +36,8 @@ _HOME = {
     "RankMismatchError": "meshattn.agreement",
     "ShardedSequence": "meshattn.sequence",
     "TransportError": "meshattn.transport.base",
+    "cu_seqlens_from_end_tokens": "meshattn.documents",
+    "cu_seqlens_from_position_ids": "meshattn.documents",
     "init_attention_mesh": "meshattn.mesh",
     "kernel_for": "meshattn.attention",
     "mesh_attention": "meshattn.attention",

@@ -82,11 +82,27 @@ class Agreement:
             try:
                 self._check(error, expected)
             except Exception:
-                # All ranks come by here: they forget what they did differently, or some would foresee the
-                # next call and others not.
-                self._next.clear()
-                self._last = ("", "", 0)
+                self._forget()
                 raise
+
+    def compare(self, what: str, statement: Mapping[str, str], error: Exception | None = None) -> None:
+        """Collective; raises on every rank if the ranks differ or if one of them has an error.
+
+        For what every step states anew, such as its documents: it is no part of the pattern of calls, which
+        goes on as foreseen.
+        """
+        self._statement = {"call": what, **statement}
+        try:
+            self._check(error, None)
+        except Exception:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        """All ranks come by here after a failure: they forget what they did differently, or some would
+        foresee the next call and others not."""
+        self._next.clear()
+        self._last = ("", "", 0)
 
     def blame(self) -> str | None:
         """After a failed transfer: who is not doing what this rank does, if the store tells."""

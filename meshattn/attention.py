@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +16,14 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from meshattn import engine
-from meshattn.masks import MaskRule
+from meshattn.masks import BlockMasks, checked_window
 from meshattn.mesh import AttentionMesh
 from meshattn.plan.assignment import Assignment, Tile
 from meshattn.plan.cost import CallShape, costs
 from meshattn.plan.greedy import build
 from meshattn.sequence import ShardedSequence
 from meshattn.transport.base import TransportError
-from meshattn_kernels import AttentionKernel, BandIntervals, choose_kernel, get_kernel
+from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -55,13 +54,18 @@ def mesh_attention(
 
     Args:
         q: [B, L, H, D], this rank's rows, as ``seq.shard`` cuts them.
-        k: [B, L, H_kv, D]; H_kv divides H, and query head h uses key/value head h // (H / H_kv) (GQA, MQA).
-        v: [B, L, H_kv, D_v].
+        k: [B, L_kv, H_kv, D], rows of `kv_seq`; H_kv divides H, and query head h uses key/value head
+            h // (H / H_kv) (GQA, MQA).
+        v: [B, L_kv, H_kv, D_v].
         seq: how the sequence is spread.
-        kv_seq: another sequence for keys and values; not implemented yet.
-        causal: a query sees the keys at its own global position and before.
+        kv_seq: another sequence for keys and values, of the same mesh and of any length; by default `seq`.
+            With documents both have equally many, and queries of document d see keys of document d.
+        causal: a query sees the keys at its own global position and before. Where there are more or fewer
+            keys than queries, the last query is aligned with the last key, in each document if there are
+            documents.
         softmax_scale: factor on q k^T, by default D ** -0.5.
-        window_size: (left, right) keys around a query; only (-1, -1), unlimited, so far.
+        window_size: (left, right) keys that a query sees before and after its own, -1 for no bound; causal
+            is right = 0. Together with documents inside each document.
         softcap: only 0.0 (off) so far.
         deterministic: True refuses kernels that are not bitwise deterministic.
         return_lse: also return lse, which is not differentiable.
@@ -72,7 +76,7 @@ def mesh_attention(
 
     Returns:
         out [B, L, H, D_v] in the type of q; with ``return_lse`` also lse [B, H, L], natural log, in the
-        accumulator type, -inf for padding. Padding rows of out and of the gradients are 0.
+        accumulator type. Rows that see no key, and padding, have lse -inf; their out and gradients are 0.
 
     Raises:
         ValueError: wrong shapes, types or options, on every rank alike and before any transfer.
@@ -177,20 +181,26 @@ def attend(
     mesh.require_open()
     error: Exception | None = None
     chosen = str(options.kernel)
+    keys = seq if kv_seq is None else kv_seq
     try:
-        _check_options(kv_seq, options)
+        _check_keys(seq, keys)
+        _check_options(options)
+        masks = seq.masks(keys, causal=options.causal, window_size=options.window_size)
         _check_types(q, k, v)
         q, k, v = _autocast(q, k, v)
-        _check_tensors(q, k, v, seq)
+        _check_tensors(q, k, v, seq, keys)
         mesh.connection.check_device(q.device)
-        local = _check_kernel(options, q, v, seq)
+        local = _check_kernel(options, q, v, masks)
         chosen = local.name
     except Exception as failure:  # whatever it is, the other ranks must not wait for this one
         error = failure
+    for sequence in (seq, keys):
+        if isinstance(sequence, ShardedSequence):
+            sequence.agree(error)
     # Ranks with other GPUs or versions may choose other kernels, whose accumulators do not fit together.
-    mesh.agreement.enter(name, _statement(q, k, v, seq, options) | {"kernel": chosen}, error)
+    mesh.agreement.enter(name, _statement(q, k, v, seq, keys, options) | {"kernel": chosen}, error)
     ring = Tile(1, mesh.size) if name == "ring_attention" else None
-    call = _plan(mesh, seq, q, k, v, options, local, ring)
+    call = _plan(mesh, masks, q, k, v, options, local, ring)
     out, lse = _Attention.apply(q, k, v, mesh, call)  # type: ignore[no-untyped-call]
     return (out, lse) if options.return_lse else out
 
@@ -216,13 +226,15 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(kind), k.to(kind), v.to(kind)
 
 
-def _check_options(kv_seq: ShardedSequence | None, options: _Options) -> None:
-    if kv_seq is not None:
-        raise NotImplementedError("kv_seq: attention to another sequence is not implemented yet")
-    if options.window_size not in ((-1, -1), [-1, -1]):
-        raise NotImplementedError(
-            f"window_size={options.window_size}: sliding windows are not implemented yet; use (-1, -1)"
-        )
+def _check_keys(seq: ShardedSequence, keys: ShardedSequence) -> None:
+    if not isinstance(keys, ShardedSequence):
+        raise ValueError(f"kv_seq is a {type(keys).__name__}: pass what mesh.sequence(seq_len) returns")
+    if keys.mesh is not seq.mesh:
+        raise ValueError("kv_seq belongs to another mesh than seq: make both with the same mesh")
+
+
+def _check_options(options: _Options) -> None:
+    checked_window(options.window_size)
     if options.softcap != 0.0:
         raise NotImplementedError(f"softcap={options.softcap}: soft-capping is not implemented yet; use 0.0")
     if not isinstance(options.causal, bool):
@@ -236,8 +248,8 @@ def _check_options(kv_seq: ShardedSequence | None, options: _Options) -> None:
         raise ValueError(f"softmax_scale is {scale}: it must be positive and finite, or None for D ** -0.5")
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, q_seq: ShardedSequence, kv_seq: ShardedSequence) -> None:
+    for name, tensor, seq in (("q", q, q_seq), ("k", k, kv_seq), ("v", v, kv_seq)):
         if tensor.dim() != 4:
             raise ValueError(
                 f"{name} is {list(tensor.shape)}: it must have 4 dims [batch, rows, heads, head size]"
@@ -280,13 +292,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence) -> Non
         )
 
 
-def _check_kernel(options: _Options, q: Tensor, v: Tensor, seq: ShardedSequence) -> AttentionKernel:
+def _check_kernel(options: _Options, q: Tensor, v: Tensor, masks: BlockMasks) -> AttentionKernel:
     if options.kernel is not None and not isinstance(options.kernel, str):
         raise ValueError(f"kernel is a {type(options.kernel).__name__}: give its name, or None")
-    # The form of the intervals follows from layout and mask, so that any block tells it for all ranks.
-    rank = seq.mesh.rank
-    rule = MaskRule.build(causal=options.causal)
-    plain = rule.left is None and isinstance(seq.block_intervals(rule, rank, rank), BandIntervals)
+    plain = masks.gives_plain_blocks
     name = choose_kernel(options.kernel, q.device, q.dtype, q.shape[-1], v.shape[-1], plain_mask=plain)
     local = get_kernel(name)
     if options.deterministic and not local.deterministic:
@@ -303,10 +312,15 @@ def _check_kernel(options: _Options, q: Tensor, v: Tensor, seq: ShardedSequence)
     return local
 
 
-def _statement(q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence, options: _Options) -> dict[str, str]:
+def _statement(
+    q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence, keys: object, options: _Options
+) -> dict[str, str]:
     """What must be the same on all ranks."""
     tensors = {name: _words(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
-    return {"sequence": repr(seq), **tensors, **options.words()}
+    sequences = {"sequence": seq.stated}
+    if keys is not seq:
+        sequences["kv_seq"] = keys.stated if isinstance(keys, ShardedSequence) else f"a {type(keys).__name__}"
+    return sequences | tensors | options.words()
 
 
 def _words(tensor: object) -> str:
@@ -318,7 +332,7 @@ def _words(tensor: object) -> str:
 
 def _plan(
     mesh: AttentionMesh,
-    seq: ShardedSequence,
+    masks: BlockMasks,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -340,6 +354,7 @@ def _plan(
         reduce_itemsize=reduce_dtype.itemsize,
         acc_itemsize=exact.itemsize,
         causal=options.causal,
+        key_rows=k.shape[1],
     )
     tile = tile or mesh.tile_for(shape)
     return engine.Call(
@@ -349,9 +364,11 @@ def _plan(
         forward_list=build("forward", tile, costs("forward", shape)),
         backward_list=build("backward", tile, costs("backward", shape)),
         kernel=kernel,
-        intervals=partial(seq.block_intervals, MaskRule.build(causal=options.causal)),
+        intervals=masks.block,
+        hops=masks.hops(tile, mesh.rank),
         batch=batch,
         rows=rows,
+        key_rows=k.shape[1],
         heads=heads,
         kv_heads=k.shape[2],
         head_dim=head_dim,

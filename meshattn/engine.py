@@ -4,8 +4,8 @@ A step list (`meshattn.plan.schedule`) says when to wait, merge, send and comput
 `_Backward`) knows the tensors that its entries mean. Ring-Attention is the list of the tile (1, P): there
 is no other code for it.
 
-Shapes: B batch, C rows of a chunk, H and H_kv query and key/value heads, D and D_v head sizes of q, k and
-    of v, out.
+Shapes: B batch, C and C_kv rows of a query and of a key/value chunk, H and H_kv query and key/value heads, D
+    and D_v head sizes of q, k and of v, out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshattn.packing import Field, Packing
 from meshattn.plan.assignment import Assignment
+from meshattn.plan.hops import Hops
 from meshattn.plan.schedule import Block, Merge, Schedule, Transfer
 from meshattn.transport.base import Handle, Message, Transport
 from meshattn_kernels import AttentionKernel, Intervals
@@ -39,8 +40,10 @@ class Call:
     backward_list: Schedule
     kernel: AttentionKernel
     intervals: Callable[[int, int], Intervals]  # of (query chunk, key chunk)
+    hops: Hops  # the transfers that take place for this rank
     batch: int
     rows: int
+    key_rows: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -57,8 +60,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
     Args:
         q: [B, C, H, D], this rank's chunk.
-        k: [B, C, H_kv, D].
-        v: [B, C, H_kv, D_v].
+        k: [B, C_kv, H_kv, D].
+        v: [B, C_kv, H_kv, D_v].
 
     Returns:
         out [B, C, H, D_v] in the type of q and lse [B, H, C] in the accumulator type.
@@ -79,18 +82,22 @@ def backward(
 
 def _execute(call: Call, schedule: Schedule, work: _Pass) -> None:
     handles: dict[int, Handle] = {}
+    arrived: set[int] = set()
     releases: dict[int, list[int]] = {}
     for number, step in enumerate(schedule.steps):
         for waited in step.waits:
             handles[waited].wait()
         for merge in step.merges:
-            work.merge(merge)
+            if merge.transfer in arrived:
+                work.merge(merge)
         for transfer in step.transfers:
             message = _message(call, schedule, number, transfer)
             transport = call.transports[transfer.axis]
-            handles[transfer.number] = transport.start(
-                message, work.outgoing(transfer), work.incoming(transfer)
-            )
+            send = work.outgoing(transfer) if call.hops.sends(transfer) else None
+            recv = work.incoming(transfer) if call.hops.receives(transfer) else None
+            handles[transfer.number] = transport.start(message, send, recv)
+            if recv is not None:
+                arrived.add(transfer.number)
             releases.setdefault(transfer.last_use, []).append(transfer.number)
         if step.transfers and step.blocks:
             for transport in {call.transports[transfer.axis] for transfer in step.transfers}:
@@ -144,7 +151,7 @@ class _Accumulators:
         shapes = call.kernel.accumulator_shapes(
             kind,
             batch=call.batch,
-            rows=call.rows,
+            rows=call.key_rows if kind == "dkv" else call.rows,
             heads=call.heads,
             kv_heads=call.kv_heads,
             head_dim=call.head_dim,

@@ -14,88 +14,23 @@ the rule is a band on s - t:
     lo = ceil((-right - (o_q - o_k + shift)) / n)  <=  s - t  <=  floor((left - (o_q - o_k + shift)) / n) = hi
 
 In all other cases it is two arrays: the interval of global positions that a row sees, cut down to the key
-chunk.
+chunk. They are made on the CPU, so that whether a block is empty never asks a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from meshattn.documents import Documents
 from meshattn.layouts import Layout, Piece
+from meshattn.plan.assignment import Tile
+from meshattn.plan.hops import Hops, Visibility, hops_of
 from meshattn_kernels.intervals import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals
-
-
-def checked_cu_seqlens(
-    cu_seqlens: Sequence[int] | Tensor, seq_len: int, name: str = "cu_seqlens"
-) -> tuple[int, ...]:
-    """``cu_seqlens`` as a tuple of integers: document d holds the positions cu_seqlens[d] .. cu_seqlens[d +
-    1] - 1.
-
-    It starts at 0, does not decrease (a document may be empty) and ends at or below ``seq_len``; positions
-    beyond its end belong to no document and see nothing. Copies a tensor to the CPU once. Raises ValueError.
-    """
-    if isinstance(cu_seqlens, Tensor):
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
-            raise ValueError(
-                f"{name} is a {cu_seqlens.dtype} tensor of shape {list(cu_seqlens.shape)}; "
-                "it must be a 1-D tensor of integers"
-            )
-        cu_seqlens = cu_seqlens.tolist()
-    bounds = tuple(int(bound) for bound in cu_seqlens)
-    if len(bounds) < 2 or bounds[0] != 0:
-        raise ValueError(
-            f"{name} is {_shortened(bounds)}; it must start with 0 and have one more entry than documents"
-        )
-    for d in range(len(bounds) - 1):
-        if bounds[d] > bounds[d + 1]:
-            raise ValueError(
-                f"{name} decreases from {bounds[d]} to {bounds[d + 1]} at entry {d + 1}; "
-                "it must hold the cumulated lengths of the documents"
-            )
-    if bounds[-1] > seq_len:
-        raise ValueError(f"{name} ends at {bounds[-1]}, beyond the sequence length {seq_len}")
-    return bounds
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Packed documents: cumulated lengths of the queries and of the keys, as from ``checked_cu_seqlens``.
-
-    Queries of document d see keys of document d only. Raises ValueError for lengths that are not cumulated
-    from 0 and for two sides with unequal numbers of documents.
-    """
-
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.q) != len(self.k):
-            raise ValueError(
-                f"cu_seqlens_q has {len(self.q) - 1} documents and cu_seqlens_k {len(self.k) - 1}; "
-                "they must have equally many (a document may be empty)"
-            )
-        for name, bounds in (("cu_seqlens_q", self.q), ("cu_seqlens_k", self.k)):
-            checked_cu_seqlens(bounds, bounds[-1] if bounds else 0, name)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.q, self.k))
-
-    @cached_property
-    def _tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query ends, key starts, key ends and shifts of the documents; then one empty document for the
-        tail."""
-        q, k = (torch.tensor(bounds, dtype=torch.int64, device="cpu") for bounds in (self.q, self.k))
-        ends = torch.cat([k[1:], k[-1:]])
-        return q[1:], k, ends, ends - torch.cat([q[1:], q[-1:]])
 
 
 @dataclass(frozen=True)
@@ -120,7 +55,11 @@ class MaskRule:
 
 def checked_window(window_size: tuple[int, int]) -> tuple[int | None, int | None]:
     """``window_size`` with None for -1. Raises ValueError for anything but two integers from -1 on."""
-    if len(window_size) != 2 or not all(isinstance(size, int) and size >= -1 for size in window_size):
+    if (
+        not isinstance(window_size, (tuple, list))
+        or len(window_size) != 2
+        or not all(type(size) is int and size >= -1 for size in window_size)
+    ):
         raise ValueError(
             f"window_size is {window_size}; it must be (left, right), the number of keys seen before "
             "and after the query's own, -1 for no bound"
@@ -136,14 +75,10 @@ def block_intervals(rule: MaskRule, q_layout: Layout, i: int, kv_layout: Layout,
     Raises ValueError if the documents reach beyond a sequence.
     """
     n_q, n_k = q_layout.rows_in(i), kv_layout.rows_in(j)
-    q_pieces, k_pieces = q_layout.pieces(i), kv_layout.pieces(j)
-    if (
-        rule.documents is None
-        and len(q_pieces) == len(k_pieces) == 1
-        and q_pieces[0].stride == k_pieces[0].stride
-    ):
-        offset = q_pieces[0].offset - k_pieces[0].offset + kv_layout.seq_len - q_layout.seq_len
-        stride = q_pieces[0].stride
+    if gives_bands(rule, q_layout, kv_layout):
+        (q_piece,), (k_piece,) = q_layout.pieces(i), kv_layout.pieces(j)
+        offset = q_piece.offset - k_piece.offset + kv_layout.seq_len - q_layout.seq_len
+        stride = q_piece.stride
         lo = -UNBOUNDED if rule.right is None else _clamped(-((rule.right + offset) // stride))
         hi = UNBOUNDED if rule.left is None else _clamped((rule.left - offset) // stride)
         return BandIntervals(lo, hi, n_q, n_k)
@@ -152,7 +87,115 @@ def block_intervals(rule: MaskRule, q_layout: Layout, i: int, kv_layout: Layout,
     return ArrayIntervals(bounds[0], bounds[1], n_q, n_k)
 
 
-@lru_cache(maxsize=1024)
+def gives_bands(rule: MaskRule, q_layout: Layout, kv_layout: Layout) -> bool:
+    """Whether the blocks of a rule are bands: one piece a chunk, of equal strides, and no documents."""
+    q_pieces, k_pieces = q_layout.pieces(0), kv_layout.pieces(0)
+    return (
+        rule.documents is None
+        and len(q_pieces) == len(k_pieces) == 1
+        and q_pieces[0].stride == k_pieces[0].stride
+    )
+
+
+@lru_cache(maxsize=64)
+def visible_blocks(rule: MaskRule, q_layout: Layout, kv_layout: Layout) -> Visibility:
+    """Which pairs of chunks have a query that sees a key; takes time in proportion to S, not to S * P."""
+    chunks = range(q_layout.chunks)
+    if gives_bands(rule, q_layout, kv_layout):
+        return _visible_bands(rule, q_layout, kv_layout)
+    runs = _Runs.of(kv_layout)
+    return Visibility(tuple(runs.met_by(_key_ranges(rule, q_layout, i, kv_layout.seq_len)) for i in chunks))
+
+
+def _visible_bands(rule: MaskRule, q_layout: Layout, kv_layout: Layout) -> Visibility:
+    """All bands at once: as ``block_intervals`` and ``BandIntervals.is_empty`` have it."""
+    chunks = range(q_layout.chunks)
+
+    def column(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device="cpu")[:, None]
+
+    q_offset, k_offset = (
+        column(layout.pieces(chunk)[0].offset for chunk in chunks) for layout in (q_layout, kv_layout)
+    )
+    n_q, n_k = (column(map(layout.rows_in, chunks)) for layout in (q_layout, kv_layout))
+    offset = q_offset - k_offset.mT + kv_layout.seq_len - q_layout.seq_len
+    stride = q_layout.pieces(0)[0].stride
+    visible = (n_q > 0) & (n_k.mT > 0)
+    lo = hi = None
+    if rule.right is not None:
+        lo = -((rule.right + offset) // stride)
+        visible &= lo <= n_q - 1
+    if rule.left is not None:
+        hi = (rule.left - offset) // stride
+        visible &= hi >= 1 - n_k.mT
+    if lo is not None and hi is not None:
+        visible &= lo <= hi
+    return Visibility(tuple(int("".join(map(str, row[::-1])), 2) for row in visible.int().tolist()))
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Key positions cut where the chunk changes: run r holds positions below ``ends[r]`` and at or above the
+    end before it, and belongs to chunk ``owner[r]``. A striped layout repeats its runs of one position."""
+
+    ends: Tensor
+    owner: tuple[int, ...]
+    period: int | None
+
+    @classmethod
+    def of(cls, layout: Layout) -> _Runs:
+        if layout.kind == "striped":
+            ends = torch.arange(1, 2 * layout.chunks + 1, dtype=torch.int64, device="cpu")
+            return cls(ends, tuple(range(layout.chunks)) * 2, layout.chunks)
+        pieces = sorted((p.offset + p.length, c) for c in range(layout.chunks) for p in layout.pieces(c))
+        ends = torch.tensor([end for end, _ in pieces], dtype=torch.int64, device="cpu")
+        return cls(ends, tuple(chunk for _, chunk in pieces), None)
+
+    def met_by(self, ranges: Tensor) -> int:
+        """The chunks that some of the ranges (first and end, [2, n]) meet, as bits."""
+        first, end = ranges[:, ranges[0] < ranges[1]]
+        if self.period is not None:
+            turn = first - first % self.period
+            first, end = first - turn, torch.minimum(end - turn, first - turn + self.period)
+        change = torch.zeros(len(self.ends) + 1, dtype=torch.int64, device="cpu")
+        for edge, sign in ((first, 1), (end - 1, -1)):
+            run = torch.searchsorted(self.ends, edge, right=True)
+            change += sign * torch.bincount(run + (sign < 0), minlength=len(change))
+        met = change.cumsum(0).tolist()
+        return sum(1 << chunk for chunk in {c for c, n in zip(self.owner, met, strict=False) if n > 0})
+
+
+class BlockMasks:
+    """The intervals of one rule for pairs of chunks, each made once and kept.
+
+    A rank asks for P pairs of at most 8 S / P bytes each, so one of these holds at most 8 S bytes.
+    """
+
+    def __init__(self, rule: MaskRule, q_layout: Layout, kv_layout: Layout) -> None:
+        self.rule, self.q_layout, self.kv_layout = rule, q_layout, kv_layout
+        self._known: dict[tuple[int, int], Intervals] = {}
+        self._hops: dict[tuple[Tile, int], Hops] = {}
+
+    @property
+    def gives_plain_blocks(self) -> bool:
+        """Whether every block is a band that is bounded on the causal side alone, or not at all."""
+        return self.rule.left is None and gives_bands(self.rule, self.q_layout, self.kv_layout)
+
+    def hops(self, tile: Tile, rank: int) -> Hops:
+        """The hops of a rank that take place on a tile: those of chunks that some block needs."""
+        if (tile, rank) not in self._hops:
+            visibility = visible_blocks(self.rule, self.q_layout, self.kv_layout)
+            self._hops[tile, rank] = hops_of(tile, rank, visibility)
+        return self._hops[tile, rank]
+
+    def block(self, i: int, j: int) -> Intervals:
+        """Intervals of query chunk i against key chunk j, on the CPU."""
+        if (i, j) not in self._known:
+            self._known[i, j] = block_intervals(self.rule, self.q_layout, i, self.kv_layout, j)
+        return self._known[i, j]
+
+
+@lru_cache(maxsize=64)
 def chunk_positions(layout: Layout, chunk: int) -> Tensor:
     """Global positions of the real rows of a chunk, int64 on the CPU, rising. Cached: do not write to it."""
     runs = [(run.start, run.stop, run.step) for run in (piece.positions() for piece in layout.pieces(chunk))]
@@ -160,7 +203,7 @@ def chunk_positions(layout: Layout, chunk: int) -> Tensor:
     return position[: layout.rows_in(chunk)]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def _key_ranges(rule: MaskRule, q_layout: Layout, i: int, kv_len: int) -> Tensor:
     """First and end [2, n_q] of the global key positions that each row of chunk i sees, both non-decreasing.
 
@@ -179,7 +222,7 @@ def _key_ranges(rule: MaskRule, q_layout: Layout, i: int, kv_len: int) -> Tensor
                 raise ValueError(
                     f"cu_seqlens_{name} ends at {bounds[-1]}, beyond the sequence length {seq_len}"
                 )
-        q_ends, starts, ends, shifts = rule.documents._tables
+        q_ends, starts, ends, shifts = rule.documents.tables
         document = torch.searchsorted(q_ends, position, right=True)
         low, high = starts[document], ends[document]
         aligned = position + shifts[document]
@@ -203,7 +246,3 @@ def _count_below(layout: Layout, chunk: int, position: Tensor) -> Tensor:
 
 def _clamped(edge: int) -> int:
     return max(-UNBOUNDED, min(edge, UNBOUNDED))
-
-
-def _shortened(bounds: tuple[int, ...]) -> str:
-    return str(list(bounds)) if len(bounds) <= 8 else f"{[*bounds[:3]]} ... of {len(bounds)} entries"

@@ -6,6 +6,7 @@ the ranks is that of the DeviceMesh, process group or list of ranks that it was 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ from meshattn.transport.base import TrafficRecord, Transport, TransportError
 from meshattn.transport.connect import Connection, Group, check_transport, choose, connect
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from meshattn.sequence import ShardedSequence
 
 DEFAULT_TIMEOUT = 600.0
@@ -95,22 +98,29 @@ class AttentionMesh:
         self._rings: dict[tuple[Tile, Axis], tuple[int, ...]] = {}
 
     def sequence(
-        self, seq_len: int, *, layout: LayoutKind = "striped", cu_seqlens: object = None
+        self,
+        seq_len: int,
+        *,
+        layout: LayoutKind = "striped",
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        document_lengths: Sequence[int] | Tensor | None = None,
     ) -> ShardedSequence:
-        """How a sequence of ``seq_len`` tokens is spread over the mesh.
+        """How a sequence of ``seq_len`` tokens is spread over the mesh. No communication.
 
         Args:
             seq_len: global length S, any number from 1 on; it need not divide by anything.
             layout: "striped" (token t on rank t mod P: causal work is balanced), "zigzag" or "contiguous".
-            cu_seqlens: packed documents; not implemented yet.
+            cu_seqlens: packed documents, of any lengths from 0 on: integers, of which document d holds the
+                positions cu_seqlens[d] .. cu_seqlens[d + 1] - 1; the same on every rank. It starts with 0 and
+                may end before S: what is left belongs to no document. A tensor is copied to the CPU, once.
+            document_lengths: positions used of each of these slots, where a document does not fill its own.
+
+        Raises:
+            ValueError: a length, layout or bound that is not valid, on this rank alone.
         """
         from meshattn.sequence import ShardedSequence
 
-        if cu_seqlens is not None:
-            raise NotImplementedError(
-                "cu_seqlens: packed documents are not implemented yet; give each document its own sequence"
-            )
-        return ShardedSequence(self, seq_len, layout)
+        return ShardedSequence(self, seq_len, layout, cu_seqlens, document_lengths)
 
     def tile_for(self, shape: CallShape) -> Tile:
         """The tile of a call: the mesh's own, or for "auto" the one that moves the least bytes."""

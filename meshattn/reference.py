@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from meshattn.masks import checked_cu_seqlens, checked_window
+from meshattn.documents import PackedDocuments, checked_cu_seqlens, checked_integers
+from meshattn.masks import checked_window
 from meshattn_kernels.contract import accumulator_dtype
 
 
@@ -27,6 +29,8 @@ def attention(
     softmax_scale: float | None = None,
     cu_seqlens_q: Sequence[int] | Tensor | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
+    document_lengths_q: Sequence[int] | Tensor | None = None,
+    document_lengths_k: Sequence[int] | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q to k and v, differentiable in all three.
 
@@ -35,7 +39,8 @@ def attention(
         k: keys [B, S_k, H_kv, D]; query head h uses key/value head h // (H / H_kv).
         v: values [B, S_k, H_kv, D_v].
         softmax_scale: factor of the scores, 1 / sqrt(D) by default.
-        causal, window_size, cu_seqlens_q, cu_seqlens_k: as in ``visible_pairs``.
+        causal, window_size, cu_seqlens_q, cu_seqlens_k, document_lengths_q, document_lengths_k: as in
+            ``visible_pairs``.
 
     Returns:
         out [B, S_q, H, D_v] in the type of q, and lse [B, H, S_q], the natural log of the sum of exp(scores)
@@ -53,6 +58,8 @@ def attention(
         window_size=window_size,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        document_lengths_q=document_lengths_q,
+        document_lengths_k=document_lengths_k,
     ).to(q.device)
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
@@ -75,32 +82,35 @@ def visible_pairs(
     window_size: tuple[int, int] = (-1, -1),
     cu_seqlens_q: Sequence[int] | Tensor | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
+    document_lengths_q: Sequence[int] | Tensor | None = None,
+    document_lengths_k: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
     """The mask as a matrix: bool [S_q, S_k] on the CPU, True where the query sees the key.
 
     The last query is aligned with the last key, in each document if there are documents. ``causal`` hides the
     keys after a query's own; ``window_size`` (left, right) hides keys farther than that before and after it,
     -1 for no bound. ``cu_seqlens_q`` are the cumulated lengths of packed documents, from 0, each of which
-    sees itself only; ``cu_seqlens_k`` are those of the keys, by default the same. What lies beyond the last
-    document sees nothing.
+    sees itself only; ``cu_seqlens_k`` are those of the keys, by default the same. ``document_lengths_q`` and
+    ``document_lengths_k`` are the positions that each document uses of its slot, by default all and those of
+    the queries. What lies behind a document in its slot, or beyond the last slot, sees nothing.
     """
     left, right = checked_window(window_size)
-    if cu_seqlens_q is None and cu_seqlens_k is None:
-        q_bounds: tuple[int, ...] = (0, seq_len_q)
-        k_bounds: tuple[int, ...] = (0, seq_len_k)
-    elif cu_seqlens_q is None:
-        raise ValueError("cu_seqlens_k is given without cu_seqlens_q; give both, or the latter alone")
-    else:
-        q_bounds = checked_cu_seqlens(cu_seqlens_q, seq_len_q, "cu_seqlens_q")
-        k_bounds = q_bounds if cu_seqlens_k is None else tuple(cu_seqlens_k)
-        k_bounds = checked_cu_seqlens(k_bounds, seq_len_k, "cu_seqlens_k")
-        if len(q_bounds) != len(k_bounds):
-            raise ValueError(
-                f"cu_seqlens_q has {len(q_bounds) - 1} documents and cu_seqlens_k {len(k_bounds) - 1}; "
-                "they must have equally many (a document may be empty)"
-            )
+    if cu_seqlens_q is None:
+        if cu_seqlens_k is not None:
+            raise ValueError("cu_seqlens_k is given without cu_seqlens_q; give both, or the latter alone")
+        cu_seqlens_q, cu_seqlens_k = (0, seq_len_q), (0, seq_len_k)
+    q_spans = _spans("q", cu_seqlens_q, document_lengths_q, seq_len_q)
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+        document_lengths_k = document_lengths_q if document_lengths_k is None else document_lengths_k
+    k_spans = _spans("k", cu_seqlens_k, document_lengths_k, seq_len_k)
+    if len(q_spans) != len(k_spans):
+        raise ValueError(
+            f"cu_seqlens_q has {len(q_spans)} documents and cu_seqlens_k {len(k_spans)}; "
+            "they must have equally many (a document may be empty)"
+        )
     visible = torch.zeros(seq_len_q, seq_len_k, dtype=torch.bool)
-    for q0, q1, k0, k1 in zip(q_bounds, q_bounds[1:], k_bounds, k_bounds[1:], strict=False):
+    for (q0, q1), (k0, k1) in zip(q_spans, k_spans, strict=True):
         # How far the key lies before the query's own key.
         distance = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)
         seen = torch.ones_like(distance, dtype=torch.bool)
@@ -112,6 +122,18 @@ def visible_pairs(
             seen &= distance <= left
         visible[q0:q1, k0:k1] = seen
     return visible
+
+
+def _spans(
+    side: str, cu_seqlens: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor | None, seq_len: int
+) -> list[tuple[int, int]]:
+    """First position and end of each document."""
+    bounds = checked_cu_seqlens(cu_seqlens, seq_len, f"cu_seqlens_{side}")
+    if lengths is None:
+        return list(pairwise(bounds))
+    used = checked_integers(lengths, f"document_lengths_{side}")
+    PackedDocuments(bounds, used)  # refuses lengths that do not fit
+    return [(start, start + length) for start, length in zip(bounds, used, strict=False)]
 
 
 def _checked_group(q: Tensor, k: Tensor, v: Tensor) -> int:

@@ -1,38 +1,51 @@
 """A sequence spread over a mesh: which tokens are here, and how tensors go in and out.
 
 Letters: S global sequence length, P ranks, L = ceil(S / P) rows that every rank holds, padding included.
-Rows beyond the rank's real ones are padding: a suffix that is never read.
+Rows beyond the rank's real ones are padding: a suffix that is never read. Packed documents are cut like any
+other tokens: where one begins has nothing to do with where a rank's rows begin.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from meshattn.documents import Documents, PackedDocuments, checked_cu_seqlens, checked_integers
 from meshattn.layouts import Layout, LayoutKind
-from meshattn.masks import MaskRule, block_intervals, chunk_positions
+from meshattn.masks import BlockMasks, MaskRule, chunk_positions
 from meshattn.transport.base import TransportError
-from meshattn_kernels import Intervals
 
 if TYPE_CHECKING:
     from meshattn.mesh import AttentionMesh
 
 IGNORED_LABEL = -100  # the default ignore_index of torch.nn.functional.cross_entropy
+_KEPT_MASKS = 8  # rules of one sequence whose intervals are kept: those of all kinds of layers of a model
 
 
 class ShardedSequence:
     """The cut of S tokens over the ranks of a mesh. Build it with ``mesh.sequence``."""
 
-    def __init__(self, mesh: AttentionMesh, seq_len: int, layout: LayoutKind) -> None:
+    def __init__(
+        self,
+        mesh: AttentionMesh,
+        seq_len: int,
+        layout: LayoutKind,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        document_lengths: Sequence[int] | Tensor | None = None,
+    ) -> None:
         if not isinstance(seq_len, int) or isinstance(seq_len, bool):
             raise ValueError(f"seq_len is {seq_len!r}: it must be a whole number of tokens")
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}: a sequence has at least one token")
         self.mesh = mesh
         self.layout = Layout(layout, seq_len, mesh.size, -(-seq_len // mesh.size))
-        self._intervals: dict[tuple[MaskRule, int, int], Intervals] = {}
+        self.documents = _documents(seq_len, cu_seqlens, document_lengths)
+        self._agreed = self.documents is None
+        self._masks: OrderedDict[object, BlockMasks] = OrderedDict()
 
     @property
     def seq_len(self) -> int:
@@ -50,10 +63,32 @@ class ShardedSequence:
         return self.layout.rows_in(self.mesh.rank)
 
     def __repr__(self) -> str:
+        packed = "" if self.documents is None else f" in {self.documents.count} documents"
+        return self._words(packed)
+
+    @property
+    def stated(self) -> str:
+        """What all ranks compare at every call: all but the documents, which differ from step to step."""
+        return self._words("" if self.documents is None else " in documents")
+
+    def _words(self, packed: str) -> str:
         return (
-            f"ShardedSequence({self.seq_len} tokens, {self.layout.kind}, "
+            f"ShardedSequence({self.seq_len} tokens{packed}, {self.layout.kind}, "
             f"{self.rows} rows on each of {self.mesh.size} ranks)"
         )
+
+    def agree(self, error: Exception | None) -> None:
+        """Compare the documents with those of the other ranks, once for a sequence. Collective.
+
+        Raises on every rank if they differ, or if one of them has an ``error``.
+        """
+        if self._agreed:
+            return
+        stated = {"sequence": repr(self)}
+        if self.documents is not None:
+            stated["documents (digest of cu_seqlens and document_lengths)"] = self.documents.digest
+        self.mesh.agreement.compare("the documents of a sequence", stated, error)
+        self._agreed = True
 
     def shard(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of a tensor that holds the whole sequence.
@@ -103,10 +138,13 @@ class ShardedSequence:
         return whole
 
     def position_ids(self, device: torch.device | str | None = None) -> Tensor:
-        """Global position of every row of this rank, int64 [L]; 0 for padding."""
+        """Position of every row of this rank in its document, or in the sequence where there are none.
+
+        int64 [L]; 0 for rows of no document and for padding.
+        """
         mine = chunk_positions(self.layout, self.mesh.rank)
         ids = torch.zeros(self.rows, dtype=torch.int64, device="cpu")
-        ids[: len(mine)] = mine
+        ids[: len(mine)] = mine if self.documents is None else self.documents.place(mine)[0]
         return ids.to(device) if device is not None else ids
 
     def shift_labels(self, input_ids: Tensor, dim: int = 1) -> Tensor:
@@ -117,22 +155,44 @@ class ShardedSequence:
                 communication.
 
         Returns:
-            int64 [.., L, ..]; -100 for the last token of the sequence and for padding.
+            int64 [.., L, ..]; -100 for the last token of the sequence and of each document, for tokens of no
+            document and for padding.
         """
         self._require("input_ids", input_ids, dim, self.seq_len)
         if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
             raise ValueError(f"input_ids is {input_ids.dtype}: labels are made from integer tokens")
-        following = chunk_positions(self.layout, self.mesh.rank).to(input_ids.device) + 1
-        labels = input_ids.index_select(dim, following[following < self.seq_len]).to(torch.int64)
-        missing = self.rows - labels.shape[dim]
+        mine = chunk_positions(self.layout, self.mesh.rank)
+        last = mine == self.seq_len - 1 if self.documents is None else self.documents.place(mine)[1] <= 0
+        following = (mine + 1).clamp_(max=self.seq_len - 1).to(input_ids.device)
+        labels = input_ids.index_select(dim, following).to(torch.int64)
+        labels.index_fill_(dim, last.nonzero().squeeze(1).to(input_ids.device), IGNORED_LABEL)
+        missing = self.rows - len(mine)
         return torch.cat([labels, _filled(labels, dim, missing, IGNORED_LABEL)], dim) if missing else labels
 
-    def block_intervals(self, rule: MaskRule, query_chunk: int, key_chunk: int) -> Intervals:
-        """Which keys of a chunk the rows of another see under `rule`; kept for the next layer and step."""
-        key = (rule, query_chunk, key_chunk)
-        if key not in self._intervals:
-            self._intervals[key] = block_intervals(rule, self.layout, query_chunk, self.layout, key_chunk)
-        return self._intervals[key]
+    def masks(
+        self, keys: ShardedSequence, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)
+    ) -> BlockMasks:
+        """Which keys of the sequence ``keys`` the rows of this one see; kept for the next layer and step.
+
+        Raises ValueError for a wrong window, and for documents on one side only or in other numbers.
+        """
+        wanted = (causal, tuple(window_size), keys.layout, keys.documents)
+        if wanted not in self._masks:
+            if (self.documents is None) != (keys.documents is None):
+                with_documents = "seq" if keys.documents is None else "kv_seq"
+                raise ValueError(
+                    f"only {with_documents} has documents: give both sequences cu_seqlens, of equally many "
+                    "documents (a document may be empty)"
+                )
+            documents = None
+            if self.documents is not None and keys.documents is not None:
+                documents = Documents.of(self.documents, keys.documents)
+            rule = MaskRule.build(causal=causal, window_size=window_size, documents=documents)
+            self._masks[wanted] = BlockMasks(rule, self.layout, keys.layout)
+            if len(self._masks) > _KEPT_MASKS:
+                self._masks.popitem(last=False)
+        self._masks.move_to_end(wanted)
+        return self._masks[wanted]
 
     def _require(self, name: str, tensor: Tensor, dim: int, rows: int) -> None:
         if not isinstance(tensor, Tensor):
@@ -144,6 +204,20 @@ class ShardedSequence:
                 f"{name} is {list(tensor.shape)}: dim {dim} must have {rows} rows ({self!r}), "
                 f"not {tensor.shape[dim]}"
             )
+
+
+def _documents(
+    seq_len: int,
+    cu_seqlens: Sequence[int] | Tensor | None,
+    document_lengths: Sequence[int] | Tensor | None,
+) -> PackedDocuments | None:
+    if cu_seqlens is None:
+        if document_lengths is not None:
+            raise ValueError("document_lengths is given without cu_seqlens, whose slots it shortens")
+        return None
+    bounds = checked_cu_seqlens(cu_seqlens, seq_len)
+    lengths = None if document_lengths is None else checked_integers(document_lengths, "document_lengths")
+    return PackedDocuments(bounds, lengths)
 
 
 def _filled(like: Tensor, dim: int, rows: int, value: int) -> Tensor:

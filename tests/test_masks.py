@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshattn.documents import Documents, checked_cu_seqlens
 from meshattn.layouts import Layout, LayoutKind
-from meshattn.masks import Documents, MaskRule, block_intervals, checked_cu_seqlens
+from meshattn.masks import MaskRule, block_intervals, visible_blocks
 from meshattn.plan.assignment import Assignment, tiles
 from meshattn.reference import visible_pairs
 from meshattn_kernels.intervals import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals
@@ -166,6 +167,37 @@ def test_unbounded_and_huge_edges_stay_in_32_bits() -> None:
             band = block_intervals(rule, layout, i, layout, j)
             assert isinstance(band, BandIntervals)
             assert band.lo >= -UNBOUNDED and band.hi <= UNBOUNDED
+
+
+def check_visible_blocks(q_layout: Layout, kv_layout: Layout, rule: MaskRule) -> None:
+    """The facts about all pairs of chunks at once, against each of them alone."""
+    facts = visible_blocks(rule, q_layout, kv_layout)
+    assert len(facts.keys) == q_layout.chunks
+    for i in range(q_layout.chunks):
+        for j in range(kv_layout.chunks):
+            empty = block_intervals(rule, q_layout, i, kv_layout, j).is_empty
+            assert facts.sees(i, j) == (not empty), (
+                f"{rule}, queries {i} of {q_layout}, keys {j} of {kv_layout}"
+            )
+        assert facts.keys[i] < 1 << kv_layout.chunks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_visible_blocks_are_those_that_are_not_empty(kind: LayoutKind) -> None:
+    rng = random.Random(f"visible {kind}")
+    for number in range(150):
+        chunks = rng.randint(1, 7)
+        q_layout, kv_layout = (cut(kind, rng.randint(1, 40), chunks, rng.randint(1, 2)) for _ in range(2))
+        if number % 2:
+            kv_layout = q_layout
+        if number % 5 == 0:
+            kv_layout = cut(rng.choice(KINDS), rng.randint(1, 40), chunks)
+        q_bounds, k_bounds = random_cuts(rng, q_layout.seq_len), random_cuts(rng, kv_layout.seq_len)
+        both = min(len(q_bounds), len(k_bounds))
+        documents = Documents(q_bounds[:both], k_bounds[:both]) if rng.random() < 0.5 else None
+        causal, window_size = rng.random() < 0.5, rng.choice(WINDOWS)
+        rule = MaskRule.build(causal=causal, window_size=window_size, documents=documents)
+        check_visible_blocks(q_layout, kv_layout, rule)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 6, 8])

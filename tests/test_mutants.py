@@ -12,7 +12,7 @@ from torch import Tensor
 import meshattn as ma
 from cases import Shape
 from distributed import Case, assert_equals_oracle, run_case
-from meshattn import engine, masks, sequence
+from meshattn import engine, masks
 from meshattn.layouts import Layout
 from meshattn.masks import MaskRule
 from meshattn.plan.assignment import Assignment, Tile
@@ -73,10 +73,12 @@ def _forget_the_scale(patch: pytest.MonkeyPatch) -> None:
 
 
 def _move_the_causal_edge(patch: pytest.MonkeyPatch) -> None:
-    def mutant(rule: MaskRule, q_layout: Layout, i: int, kv_layout: Layout, j: int) -> Intervals:
-        return masks.block_intervals(replace(rule, right=1), q_layout, i, kv_layout, j)
+    block_intervals = masks.block_intervals
 
-    patch.setattr(sequence, "block_intervals", mutant)
+    def mutant(rule: MaskRule, q_layout: Layout, i: int, kv_layout: Layout, j: int) -> Intervals:
+        return block_intervals(replace(rule, right=1), q_layout, i, kv_layout, j)
+
+    patch.setattr(masks, "block_intervals", mutant)
 
 
 def _send_the_wrong_chunk(patch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,16 @@ def _attend(mesh: AttentionMesh, q: Any = None, k: Any = None, v: Any = None, **
     return ma.mesh_attention(q, k, v, mesh.sequence(SEQ_LEN), **options)
 
 
+def _another(mesh: AttentionMesh) -> AttentionMesh:
+    return AttentionMesh(mesh.connection, mesh.agreement, mesh.tile)
+
+
+def _packed(mesh: AttentionMesh, queries: list[int] | None, keys: list[int] | None) -> Any:
+    x = torch.ones(2, ROWS, 4, 8)
+    seq, kv_seq = (mesh.sequence(SEQ_LEN, cu_seqlens=bounds) for bounds in (queries, keys))
+    return ma.mesh_attention(x, x, x, seq, kv_seq=kv_seq)
+
+
 def _ones(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(size, dtype=dtype)
 
@@ -155,20 +165,71 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         ("kernel is 'fast'", "reference"),
     ),
     "window": (
-        lambda m: _attend(m, window_size=(4, 0)),
-        NotImplementedError,
-        ("window_size=(4, 0)", "use (-1, -1)"),
+        lambda m: _attend(m, window_size=(4, -2)),
+        ValueError,
+        ("window_size is (4, -2)", "(left, right)", "-1 for no bound"),
     ),
+    "window-of-one": (lambda m: _attend(m, window_size=4), ValueError, ("window_size is 4", "(left, right)")),
     "softcap": (lambda m: _attend(m, softcap=30.0), NotImplementedError, ("softcap=30.0", "use 0.0")),
     "kv-seq": (
-        lambda m: _attend(m, kv_seq=m.sequence(4)),
-        NotImplementedError,
-        ("kv_seq", "not implemented"),
+        lambda m: _attend(m, kv_seq=4),
+        ValueError,
+        ("kv_seq is a int", "mesh.sequence(seq_len)"),
     ),
-    "documents": (
-        lambda m: m.sequence(8, cu_seqlens=[0, 3, 8]),
-        NotImplementedError,
-        ("cu_seqlens", "its own sequence"),
+    "k-not-of-kv-seq": (
+        lambda m: _attend(m, kv_seq=m.sequence(4)),
+        ValueError,
+        ("k is [2, 5, 4, 8]", "the 2 rows of a shard", "4 tokens"),
+    ),
+    "kv-seq-of-another-mesh": (
+        lambda m: _attend(m, kv_seq=_another(m).sequence(SEQ_LEN)),
+        ValueError,
+        ("kv_seq belongs to another mesh", "the same mesh"),
+    ),
+    "documents-of-queries-alone": (
+        lambda m: _packed(m, [0, 3, 8], None),
+        ValueError,
+        ("only seq has documents", "give both sequences cu_seqlens"),
+    ),
+    "documents-of-keys-alone": (
+        lambda m: _packed(m, None, [0, 8]),
+        ValueError,
+        ("only kv_seq has documents",),
+    ),
+    "documents-of-other-number": (
+        lambda m: _packed(m, [0, 3, 8], [0, 8]),
+        ValueError,
+        ("cu_seqlens_q has 2 documents and cu_seqlens_k 1", "equally many"),
+    ),
+    "documents-too-long": (
+        lambda m: m.sequence(8, cu_seqlens=[0, 3, 9]),
+        ValueError,
+        ("cu_seqlens ends at 9", "sequence length 8"),
+    ),
+    "documents-not-cumulated": (
+        lambda m: m.sequence(8, cu_seqlens=torch.tensor([0, 3, 2])),
+        ValueError,
+        ("cu_seqlens decreases from 3 to 2", "cumulated lengths"),
+    ),
+    "documents-of-floats": (
+        lambda m: m.sequence(8, cu_seqlens=[0, 2.5]),
+        ValueError,
+        ("cu_seqlens is a list", "integers"),
+    ),
+    "lengths-without-documents": (
+        lambda m: m.sequence(8, document_lengths=[3]),
+        ValueError,
+        ("document_lengths is given without cu_seqlens",),
+    ),
+    "lengths-of-other-number": (
+        lambda m: m.sequence(8, cu_seqlens=[0, 3, 8], document_lengths=[3]),
+        ValueError,
+        ("document_lengths has 1 entries and cu_seqlens 2 documents",),
+    ),
+    "length-beyond-its-slot": (
+        lambda m: m.sequence(8, cu_seqlens=[0, 3, 8], document_lengths=[3, 6]),
+        ValueError,
+        ("document_lengths[1] is 6", "0 to 5"),
     ),
     "no-tokens": (lambda m: m.sequence(0), ValueError, ("seq_len is 0", "at least one token")),
     "half-a-token": (lambda m: m.sequence(2.5), ValueError, ("seq_len is 2.5", "whole number")),
