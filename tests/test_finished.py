@@ -1,0 +1,72 @@
+"""Kernels that write finished results: only on a mesh of one rank, and with the bits of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshattn as ma
+from cases import Shape
+from distributed import Case, assert_same_bits, run_cases
+from meshattn import attention
+from meshattn.plan.assignment import Tile
+from meshattn.testing import run_ranks
+from meshattn_kernels.contract import AccumulatorKind
+from meshattn_kernels.reference import ReferenceKernel
+
+
+@dataclass(frozen=True)
+class FinishingKernel(ReferenceKernel):
+    """The reference kernel, but for the memory that out is written to; records the types of that memory."""
+
+    writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset({"out"})
+    seen: ClassVar[list[torch.dtype]] = []
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, acc: Mapping[str, Tensor], *rest: Any, **how: Any
+    ) -> None:
+        out = acc["out"]
+        self.seen.append(out.dtype)
+        exact = {"out": out.to(acc["lse"].dtype), "lse": acc["lse"]}
+        super().forward(q, k, v, exact, *rest, **how)
+        out.copy_(exact["out"])
+
+    def finish(
+        self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
+    ) -> tuple[Tensor, ...]:
+        if kind == "out" and acc["out"].dtype == dtype:
+            return (acc["out"],)
+        return super().finish(kind, acc, dtype=dtype, softmax_scale=softmax_scale)
+
+
+@pytest.mark.parametrize("tile", [Tile(1, 1), Tile(1, 2), Tile(2, 1)], ids=str)
+@pytest.mark.parametrize("seq_len", [1, 37])
+def test_one_rank_gets_what_the_kernel_wrote(
+    tile: Tile, seq_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tile, Shape(B=2, S=seq_len, H=4, H_kv=2, D=8), dtype=torch.bfloat16)
+    (expected,) = run_cases([case])
+    FinishingKernel.seen.clear()
+    monkeypatch.setattr(attention, "get_kernel", lambda _: FinishingKernel())
+    (finished,) = run_cases([case])
+    assert_same_bits(finished, expected)
+    assert set(FinishingKernel.seen) == {torch.bfloat16 if tile.ranks == 1 else torch.float32}
+
+
+def test_results_of_one_rank_are_no_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd would not let a user change a view in place."""
+    monkeypatch.setattr(attention, "get_kernel", lambda _: FinishingKernel())
+
+    def on_rank(group: Any) -> None:
+        seq = ma.init_attention_mesh(group).sequence(5)
+        x = torch.ones(1, 5, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+        out, lse = ma.mesh_attention(x, x, x, seq, return_lse=True)
+        assert not out._is_view() and not lse._is_view()
+        out.mul_(2).sum().backward()
+
+    run_ranks(1, on_rank)
