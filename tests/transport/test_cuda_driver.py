@@ -1,0 +1,112 @@
+"""The calls of the CUDA driver, on a stand-in for its library that is called through C as the real one is."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from meshattn.transport import cuda_driver
+from meshattn.transport.cuda_driver import CudaDriverError, CudaStreamOps, enter_watching_thread
+
+NOT_READY, NOT_SUPPORTED = 600, 801
+FAR = 0x7F12_3456_7000  # needs more than 32 bits, like every address of a GPU
+STREAM = 0x7F99_0000_0010
+
+
+class Library:
+    """Notes every call with the values that arrive on the other side."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.status = 0
+        self._functions = [self._export(name) for name in cuda_driver._SIGNATURES]
+
+    def _export(self, name: str) -> Any:
+        def called(*arguments: Any) -> int:
+            if name == "cuGetErrorName":
+                arguments[1][0] = b"CUDA_ERROR_OF_THE_TEST"
+                return 0
+            if name == "cuEventCreate":
+                arguments[0][0] = FAR + 1
+                arguments = arguments[1:]
+            if name == "cuThreadExchangeStreamCaptureMode":
+                arguments = (arguments[0][0],)
+            self.calls.append((name, *arguments))
+            return self.status
+
+        function = ctypes.CFUNCTYPE(ctypes.c_int, *cuda_driver._SIGNATURES[name])(called)
+        setattr(self, name, function)
+        return function
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    streams = iter((SimpleNamespace(cuda_stream=STREAM), SimpleNamespace(cuda_stream=STREAM + 16)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: next(streams))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
+    return Library()
+
+
+def _ops(library: Library) -> CudaStreamOps:
+    return CudaStreamOps(torch.device("cuda", 3), library)
+
+
+def test_values_arrive_whole(library: Library) -> None:
+    """Addresses, streams and sizes of more than 32 bits, in the order of the driver's signatures."""
+    ops = _ops(library)
+    assert (ops.comm_stream, ops.rescue_stream, ops.current_stream()) == (STREAM, STREAM + 16, 1003)
+    ops.write(STREAM, FAR, 1)
+    ops.wait(STREAM, FAR + 4, 1)
+    ops.copy(STREAM, FAR, FAR + 2**40, 2**33 + 5)
+    ops.fill(STREAM, FAR, 255, 2**33)
+    event = ops.new_event()
+    ops.record(event, STREAM)
+    ops.wait_event(STREAM, event)
+    assert ops.is_done(event)
+    assert library.calls == [
+        ("cuStreamWriteValue32_v2", STREAM, FAR, 1, 0),
+        ("cuStreamWaitValue32_v2", STREAM, FAR + 4, 1, 1),
+        ("cuMemcpyDtoDAsync_v2", FAR, FAR + 2**40, 2**33 + 5, STREAM),
+        ("cuMemsetD8Async", FAR, 255, 2**33, STREAM),
+        ("cuEventCreate", 2),
+        ("cuEventRecord", FAR + 1, STREAM),
+        ("cuStreamWaitEvent", STREAM, FAR + 1, 0),
+        ("cuEventQuery", FAR + 1),
+    ]
+
+
+def test_an_event_that_is_not_done(library: Library) -> None:
+    ops = _ops(library)
+    library.status = NOT_READY
+    assert ops.is_done(FAR) is False
+
+
+CALLS: dict[str, Callable[[CudaStreamOps], Any]] = {
+    "cuStreamWriteValue32": lambda ops: ops.write(0, FAR, 1),
+    "cuStreamWaitValue32": lambda ops: ops.wait(0, FAR, 1),
+    "cuMemcpyDtoDAsync": lambda ops: ops.copy(0, FAR, FAR, 1),
+    "cuMemsetD8Async": lambda ops: ops.fill(0, FAR, 0, 1),
+    "cuEventCreate": lambda ops: ops.new_event(),
+    "cuEventRecord": lambda ops: ops.record(1, 0),
+    "cuStreamWaitEvent": lambda ops: ops.wait_event(0, 1),
+    "cuEventQuery": lambda ops: ops.is_done(1),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_error_names_the_call(call: str, library: Library) -> None:
+    ops = _ops(library)
+    library.status = NOT_SUPPORTED
+    with pytest.raises(CudaDriverError, match=rf"^{call}: CUDA_ERROR_OF_THE_TEST \(801\)$"):
+        CALLS[call](ops)
+
+
+def test_a_watching_thread_leaves_captures_alone(library: Library) -> None:
+    enter_watching_thread(torch.device("cuda", 3), library)
+    assert library.calls == [("cuThreadExchangeStreamCaptureMode", 2)]
