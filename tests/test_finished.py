@@ -59,7 +59,7 @@ def test_one_rank_gets_what_the_kernel_wrote(
 
 
 def test_results_of_one_rank_are_no_views(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd would not let a user change a view in place."""
+    """A view would keep the whole accumulator alive, and may not be changed in place."""
     monkeypatch.setattr(attention, "get_kernel", lambda _: FinishingKernel())
 
     def on_rank(group: Any) -> None:
@@ -67,6 +67,5 @@ def test_results_of_one_rank_are_no_views(monkeypatch: pytest.MonkeyPatch) -> No
         x = torch.ones(1, 5, 2, 8, dtype=torch.bfloat16, requires_grad=True)
         out, lse = ma.mesh_attention(x, x, x, seq, return_lse=True)
         assert not out._is_view() and not lse._is_view()
-        out.mul_(2).sum().backward()
 
     run_ranks(1, on_rank)
