@@ -1,5 +1,5 @@
-"""The edge to PyTorch on a GPU with the default kernel: views, autocast, compile, checkpoints, and a host that
-never waits."""
+"""The edge to PyTorch on a GPU with the default kernel: views, autocast, compile, checkpoints, and a host
+that never waits."""
 
 from __future__ import annotations
 
