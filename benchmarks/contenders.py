@@ -142,14 +142,14 @@ class Ours:
         }
 
     def forward(self, first: bool = True) -> None:
-        self._forward(self.out, first)
+        self._forward(self.inputs.v, self.out, first)
 
-    def _forward(self, out: Mapping[str, Tensor], first: bool) -> None:
-        q, k, v, _ = self.inputs
+    def _forward(self, v: Tensor, out: Mapping[str, Tensor], first: bool) -> None:
+        q, k = self.inputs[:2]
         self.kernel.forward(q, k, v, out, self.intervals, softmax_scale=self.scale, first=first)
 
     def forward_total(self) -> Tensor:
-        self._forward(self.whole_out, True)
+        self._forward(self.inputs.v, self.whole_out, True)
         return self._finish("out", self.whole_out)[0]
 
     def _finish(self, kind: AccumulatorKind, acc: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -186,10 +186,12 @@ class Ours:
         return Results(self.finished, *self.backward_total())
 
     def doubled_results(self) -> Results:
-        """Of the block merged with itself and its gradients added to themselves, then halved: the same
-        numbers."""
-        for first in (True, False):
-            self.forward(first)
-            self.backward(first)
-        gradients = *self._finish("dq", self.dq), *self._finish("dkv", self.dkv)
-        return Results(self._finish("out", self.out)[0], *(x / 2 for x in gradients))
+        """By two blocks, the second with twice the values, so that out is 1.5 times as large, and gradients
+        added to themselves. Divided by that, they are the same numbers."""
+        self.forward()
+        self._forward(2 * self.inputs.v, self.out, False)
+        self.backward()
+        self.backward(first=False)
+        (out,), (dq,) = self._finish("out", self.out), self._finish("dq", self.dq)
+        dk, dv = self._finish("dkv", self.dkv)
+        return Results(out / 1.5, dq / 2, dk / 2, dv / 2)

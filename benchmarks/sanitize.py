@@ -1,6 +1,6 @@
 """NVIDIA's compute-sanitizer over small shapes of our kernels.
 
-    python benchmarks/sanitize.py                           memcheck, then racecheck and synccheck
+    python benchmarks/sanitize.py                           memcheck, racecheck and synccheck
     python benchmarks/sanitize.py --tool memcheck --kernel hopper
 
 Needs compute-sanitizer on PATH. Every tensor gets memory of its own, so that a step beyond one is seen.
@@ -14,12 +14,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from attention_cases import Case
 from contenders import Ours, make_inputs, our_kernel
+from harness import REPORTS, Machine, Record
+from kernel_report import publish
 
+BENCHMARK = "sanitizer"
+CLEAN = "clean"
 TOOLS = ("memcheck", "racecheck", "synccheck")
 KERNELS = ("hopper", "triton", "triton-dash")
 FOUND_ERRORS = 9
@@ -39,6 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tool", choices=TOOLS, nargs="+", default=TOOLS)
     parser.add_argument("--kernel", choices=KERNELS, nargs="+", default=KERNELS)
     parser.add_argument("--seconds", type=int, default=600, help="limit of one tool over one kernel")
+    parser.add_argument("--commit", help="name of the code, where it is no git checkout")
+    parser.add_argument("--out", default=str(REPORTS), help="folder of records and report")
     parser.add_argument("--bare", action="store_true", help="run the kernels without a tool")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -54,10 +61,23 @@ def main(arguments: list[str] | None = None) -> None:
         for tool in options.tool
         for kernel in options.kernel
     }
-    for (tool, kernel), verdict in verdicts.items():
-        print(f"{tool} {kernel}: {verdict}")
-    if any(verdict != "clean" for verdict in verdicts.values()):
-        sys.exit(1)
+    records = [
+        Record(
+            BENCHMARK,
+            tool,
+            f"{kernel}: {verdict}",
+            float(verdict == CLEAN),
+            "wanted clean",
+            float(verdict == CLEAN),
+        )
+        for (tool, kernel), verdict in verdicts.items()
+    ]
+    for record in records:
+        print(f"{record.case} {record.metric}")
+    machine = Machine.here(commit=options.commit)
+    print(f"written to {publish(BENCHMARK, [(machine, records)], Path(options.out))}")
+    if not all(record.ours for record in records):
+        sys.exit("some results are not as wanted")
 
 
 def _sanitized(tool: str, kernel: str, seconds: int) -> str:
@@ -68,7 +88,7 @@ def _sanitized(tool: str, kernel: str, seconds: int) -> str:
         code = subprocess.run(command, env=environment, timeout=seconds).returncode
     except subprocess.TimeoutExpired:
         return f"not finished within {seconds} s"
-    return {0: "clean", FOUND_ERRORS: "found errors"}.get(code, f"ended with code {code}")
+    return {0: CLEAN, FOUND_ERRORS: "found errors"}.get(code, f"ended with code {code}")
 
 
 def _run(kernels: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """Timing in turns, in the state that a GPU keeps under lasting load.
 
-A Hopper GPU is limited by its power: the first launches after a rest run 5 to 10 % faster than later ones.
-So everything is timed right behind matrix products that keep it busy, these give the host the time to queue
-what is timed, and what is compared takes turns in one process.
+A Hopper GPU is limited by its power: it lowers its clock within some tens of milliseconds, to a rate that
+depends on what runs, and the first launches after a rest are 5 to 10 % faster than later ones. So what is
+compared takes turns in one process, and each turn first runs until the clock has settled to this kernel.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Clock(Protocol):
         """Milliseconds on the device, and of the host to queue it, of a run that was made before."""
         ...
 
-    def burst(self, run: Run, repeats: int, host_ms: float) -> list[float]:
-        """Milliseconds of each of ``repeats`` runs, one right behind the other."""
+    def burst(self, run: Run, settle: int, repeats: int, lead_ms: float) -> list[float]:
+        """Milliseconds of each of ``repeats`` runs, one right behind the other, after ``settle`` others.
+        ``lead_ms`` is what the host needs more than the device to queue them all."""
         ...
 
     def matmul(self) -> None:
@@ -73,22 +74,22 @@ class CudaClock:
         torch.cuda.synchronize()
         return begin.elapsed_time(end), host
 
-    def burst(self, run: Run, repeats: int, host_ms: float) -> list[float]:
-        lead_ms = 2 * host_ms * (repeats + 1) + self._lead_ms
+    def burst(self, run: Run, settle: int, repeats: int, lead_ms: float) -> list[float]:
         for _ in range(4):
             for _ in range(math.ceil(lead_ms / self._lead_ms)):
                 self.matmul()
-            run()
+            for _ in range(settle):
+                run()
             events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
             events[0].record()
             for event in events[1:]:
                 run()
                 event.record()
-            late = events[0].query()  # the device was there before all was queued
+            starved = events[-2].query()  # else the device was behind the host to the end
             torch.cuda.synchronize()
-            if not late:
+            if not starved:
                 break
-            lead_ms *= 2
+            lead_ms = 2 * lead_ms + 4 * self._lead_ms
         return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
@@ -111,15 +112,15 @@ class HostClock:
         spent = (time.perf_counter() - start) * 1e3
         return spent, spent
 
-    def burst(self, run: Run, repeats: int, host_ms: float) -> list[float]:
+    def burst(self, run: Run, settle: int, repeats: int, lead_ms: float) -> list[float]:
         return [self.once(run)[0] for _ in range(repeats)]
 
 
 def alternate(
-    clock: Clock, runs: Mapping[Name, Run], *, rounds: int, burst_ms: float = 16.0, warm_s: float = 0.5
+    clock: Clock, runs: Mapping[Name, Run], *, rounds: int, burst_ms: float = 40.0, warm_s: float = 0.3
 ) -> dict[Name, Timing]:
-    """Times of all runs, which take turns in bursts of about ``burst_ms`` but at least 3 and at most 24 runs;
-    each round begins with another one."""
+    """Times of all runs, which take turns; each round begins with another one. A turn settles for about
+    ``burst_ms`` (at least one run) and is timed for as long (4 to 100 runs)."""
     costs = {}
     for name, run in runs.items():
         run()
@@ -131,8 +132,10 @@ def alternate(
         turn = number * len(names) // rounds
         for name in names[turn:] + names[:turn]:
             device_ms, host_ms = costs[name]
-            repeats = min(24, max(3, round(burst_ms / max(device_ms, 1e-3))))
-            samples[name] += clock.burst(runs[name], repeats, host_ms)
+            wanted = round(burst_ms / max(device_ms, 1e-3))
+            settle, repeats = min(100, max(1, wanted)), min(100, max(4, wanted))
+            lead_ms = max(0.0, 1.5 * host_ms - device_ms) * (settle + repeats)
+            samples[name] += clock.burst(runs[name], settle, repeats, lead_ms)
     return {name: Timing.of(spent) for name, spent in samples.items()}
 
 

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,9 @@ class Slow:
         assert isinstance(spent, float)
         return spent, 0.1
 
-    def burst(self, run: timing.Run, repeats: int, host_ms: float) -> list[float]:
+    def burst(self, run: timing.Run, settle: int, repeats: int, lead_ms: float) -> list[float]:
         self.bursts.append((run, repeats))
+        assert settle <= repeats and (lead_ms > 0) == (run() < 0.15)  # type: ignore[operator]
         spent = run()
         assert isinstance(spent, float)
         return [spent] * repeats
@@ -176,7 +178,7 @@ def test_runs_take_turns() -> None:
         "middle": lambda: 2.0,
         "long": lambda: 50.0,
     }
-    times = timing.alternate(clock, runs, rounds=6, burst_ms=16.0)
+    times = timing.alternate(clock, runs, rounds=6, burst_ms=40.0)
     assert {name: timing.median for name, timing in times.items()} == {
         "short": 0.01,
         "middle": 2.0,
@@ -184,9 +186,9 @@ def test_runs_take_turns() -> None:
     }
     assert set(Counter(run for run, _ in clock.bursts).values()) == {6}
     assert {name: dict(clock.bursts)[run] for name, run in runs.items()} == {
-        "short": 24,
-        "middle": 8,
-        "long": 3,
+        "short": 100,
+        "middle": 20,
+        "long": 4,
     }
     rounds = [clock.bursts[n : n + 3] for n in range(0, 18, 3)]
     assert all(len({run for run, _ in each}) == 3 for each in rounds)
@@ -207,24 +209,43 @@ def test_a_trial_on_the_cpu_leaves_records_and_a_report(tmp_path: Path) -> None:
     assert all(f"## TF/s: {what}" in report.read_text() for what in PASSES)
 
 
-class Wrong:
-    """The reference kernel with one number of dk wrong."""
+class Altered:
+    """The reference kernel, one of whose methods does something else."""
 
-    def __init__(self) -> None:
-        self._kernel = get_kernel("reference")
+    def __init__(self, name: str, method: Callable[..., Any]) -> None:
+        self._kernel, self._name, self._method = get_kernel("reference"), name, method
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernel, name)
-
-    def finish(self, kind: Any, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        results = self._kernel.finish(kind, *args, **options)
-        if kind == "dkv":
-            results[0][0, 3, 0, 1] += 10
-        return results
+        original = getattr(self._kernel, name)
+        return partial(self._method, original) if name == self._name else original
 
 
-def test_a_wrong_kernel_is_reported_and_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "our_kernel", lambda name: Wrong())
+def spoil_dk(original: Any, kind: Any, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = original(kind, *args, **options)
+    if kind == "dkv":
+        results[0][0, 3, 0, 1] += 10
+    return results
+
+
+def merge_nothing(original: Any, *args: Any, first: bool, **options: Any) -> None:
+    if first:
+        original(*args, first=first, **options)
+
+
+def add_nothing(original: Any, *args: Any, first_dq: bool, **options: Any) -> None:
+    if first_dq:
+        original(*args, first_dq=first_dq, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("finish", spoil_dk), ("forward", merge_nothing), ("backward", add_nothing)],
+    ids=["dk", "merging", "adding"],
+)
+def test_a_wrong_kernel_is_reported_and_not_timed(
+    name: str, method: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "our_kernel", lambda _: Altered(name, method))
     records = run_cpu(tmp_path)
     assert [record["ours"] > 1 for record in records if record["metric"] == "reference: error"] == [True]
     assert not [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import contenders
+import harness
 import repeatability
 import sanitize
 from attention_cases import Case
@@ -95,3 +97,26 @@ def test_without_a_gpu(
         program.main([])
     assert ended.value.code == 2
     assert "no CUDA device is here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict"), [("exit 0", "clean"), ("exit 9", "found errors"), ("exit 1", "ended with code 1")]
+)
+def test_verdicts_of_the_sanitizer(
+    program: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\n{program}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sanitize, "_run", lambda kernels: None)
+    arguments = ["--tool", "memcheck", "--kernel", "triton", "--out", str(tmp_path), "--commit", "abc"]
+    monkeypatch.setattr(harness.Machine, "here", lambda commit: harness.Machine("a GPU", "1", commit, "2026"))
+    if verdict == "clean":
+        sanitize.main(arguments)
+    else:
+        with pytest.raises(SystemExit, match="not as wanted"):
+            sanitize.main(arguments)
+    (report,) = tmp_path.glob("*.md")
+    assert verdict in report.read_text()

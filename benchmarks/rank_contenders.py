@@ -1,0 +1,215 @@
+"""What is timed on several ranks: our tiles on each transport, the same without transfers, one GPU alone, and
+torch's context parallelism. All behind one interface: enter, then forward and backward again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import meshattn as ma
+from meshattn.plan import CallShape, Tile
+from meshattn.transport.base import Handle, Message, Transport
+
+Grads = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed."""
+
+    seq_len: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    causal: bool
+    layout: str
+    kernel: str | None = None
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        kind = str(self.dtype).removeprefix("torch.")
+        return (
+            f"B{self.batch}-S{self.seq_len}-H{self.heads}-H_kv{self.kv_heads}-D{self.head_dim}-{kind}-{mask}-"
+            f"{self.layout}"
+        )
+
+    def shape(self, rows: int) -> CallShape:
+        exact = 8 if self.dtype == torch.float64 else 4
+        return CallShape(
+            batch=self.batch,
+            rows=rows,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim,
+            itemsize=self.dtype.itemsize,
+            reduce_itemsize=exact,
+            acc_itemsize=exact,
+            causal=self.causal,
+        )
+
+    def flop(self) -> dict[str, float]:
+        """Of the products of each pass, over all ranks."""
+        pairs = self.seq_len * (self.seq_len + 1) / 2 if self.causal else self.seq_len**2
+        product = 2.0 * self.batch * self.heads * pairs * self.head_dim
+        return {"forward": 2 * product, "backward": 5 * product, "both": 7 * product}
+
+    def inputs(self, device: torch.device, seq_len: int | None = None) -> tuple[Tensor, ...]:
+        """q, k, v, do [B, S, H, D], the same on every rank."""
+        generator = torch.Generator(device=device).manual_seed(0)
+
+        def normal(heads: int) -> Tensor:
+            size = (self.batch, seq_len or self.seq_len, heads, self.head_dim)
+            return torch.randn(size, generator=generator, device=device).to(self.dtype)
+
+        return normal(self.heads), normal(self.kv_heads), normal(self.kv_heads), normal(self.heads)
+
+
+class Contender(Protocol):
+    """A way to compute attention of one case; inside `entered` its passes may run."""
+
+    name: str
+
+    def entered(self) -> AbstractContextManager[None]: ...
+    def forward(self) -> Tensor: ...
+    def backward(self, out: Tensor) -> Grads: ...
+
+
+class Ours:
+    """`mesh_attention` on a mesh."""
+
+    def __init__(self, name: str, mesh: ma.AttentionMesh, case: Case, device: torch.device) -> None:
+        self.name = name
+        self.mesh = mesh
+        self._case = case
+        self._seq = mesh.sequence(case.seq_len, layout=case.layout)  # type: ignore[arg-type]
+        q, k, v, self._do = (self._seq.shard(x) for x in case.inputs(device))
+        self._inputs = tuple(x.requires_grad_() for x in (q, k, v))
+
+    @property
+    def rows(self) -> int:
+        return self._seq.rows
+
+    def entered(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def forward(self) -> Tensor:
+        out = ma.mesh_attention(
+            *self._inputs, self._seq, causal=self._case.causal, kernel=self._case.kernel
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    def backward(self, out: Tensor) -> Grads:
+        return torch.autograd.grad(out, self._inputs, self._do)
+
+    def whole(self) -> tuple[Tensor, ...]:
+        """out, dq, dk, dv [B, S, H, D] of all ranks."""
+        out = self.forward()
+        return tuple(self._seq.unshard(x.detach()) for x in (out, *self.backward(out)))
+
+
+class _NoHandle:
+    def wait(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+class Skipped(Transport):
+    """Moves nothing: the time of a pass without its transfers. The results are wrong."""
+
+    name = "skipped"
+
+    def __init__(self, whole: Transport) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def _exchange(self, message: Message, send: Tensor | None, recv: Tensor | None) -> Handle:
+        return _NoHandle()
+
+    def all_gather(self, tensor: Tensor) -> Any:
+        return self._whole.all_gather(tensor)
+
+
+def without_transfers(mesh: ma.AttentionMesh) -> ma.AttentionMesh:
+    """Let a mesh of the transport "p2p" send nothing any more."""
+    connection = mesh.connection
+    mesh.connection = replace(connection, transport=Skipped(connection.transport), nodes=())
+    return mesh
+
+
+def alone(case: Case, device: torch.device, timeout: float) -> Ours:
+    """One rank by itself with as many products as it has among all: what its kernel can do."""
+    ranks = dist.get_world_size()
+    rows = math.sqrt(case.seq_len**2 / ranks)
+    mine = replace(case, seq_len=max(1, round(rows / 128)) * 128)
+    mesh = ma.init_attention_mesh([dist.get_rank()], tile=(1, 1), timeout=timeout)
+    return Ours("one GPU", mesh, mine, device)
+
+
+class TorchContextParallel:
+    """``torch.distributed.tensor.experimental.context_parallel`` over all ranks, causal, its own layout."""
+
+    def __init__(self, backend: str, case: Case, device: torch.device) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.name = f"torch {backend}"
+        self._backend = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[backend]
+        self._case = case
+        self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self._device = device
+        self._inputs: tuple[Tensor, ...] = ()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        from torch.distributed.tensor.experimental import context_parallel
+
+        buffers = [x.transpose(1, 2).contiguous() for x in self._case.inputs(self._device)]
+        with (
+            context_parallel(self._mesh, buffers=buffers, buffer_seq_dims=[2] * 4),
+            sdpa_kernel(self._backend),
+        ):
+            self._inputs = tuple(x.requires_grad_() for x in buffers[:3])
+            self._do = buffers[3]
+            yield
+            for x in buffers[:3]:
+                x.requires_grad_(False)
+        self._inputs = ()
+
+    def forward(self) -> Tensor:
+        q, k, v = self._inputs
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=self._case.causal, enable_gqa=self._case.heads != self._case.kv_heads
+        )
+
+    def backward(self, out: Tensor) -> Grads:
+        return torch.autograd.grad(out, self._inputs, self._do)
+
+
+def ours_by_transport(
+    case: Case, tile: Tile, transport: str, device: torch.device, timeout: float
+) -> Callable[[], Ours]:
+    """Makes the contender of a tile on a transport; "skipped" moves nothing."""
+
+    def make() -> Ours:
+        kind = "p2p" if transport == "skipped" else transport
+        mesh = ma.init_attention_mesh(tile=tile, transport=kind, timeout=timeout)
+        if transport == "skipped":
+            mesh = without_transfers(mesh)
+        return Ours(f"{tile} {transport}", mesh, case, device)
+
+    return make

@@ -1,0 +1,102 @@
+"""Timing of forward and backward passes on several ranks, which take turns in lockstep.
+
+Each turn runs pairs of a forward and a backward pass one behind the other, as training does, and the host may
+run ahead of the GPU. The first third of a turn only settles the clock of the GPU. The time of a rank is the
+mean over the rest, that of the turn the slowest rank's. What is compared is compared within a round, where
+the turns lie milliseconds apart: clocks drift by a tenth within seconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rank_contenders import Contender
+
+PASSES = ("forward", "backward", "both")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Milliseconds of one turn, of the slowest rank; ``host`` of a pair of passes as the host enqueues it."""
+
+    forward: float
+    backward: float
+    host: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+def in_turns(
+    contenders: Sequence[Contender], device: torch.device, *, rounds: int, turn_ms: float
+) -> dict[str, list[Turn]]:
+    """The turns of every contender, by name, one a round; each round begins with another one. Collective."""
+    turns: dict[str, list[Turn]] = {contender.name: [] for contender in contenders}
+    pairs: dict[str, int] = {}
+    for number in range(rounds + 1):  # in the first, all is made and the lengths of the turns are set
+        begin = number % len(contenders)
+        for contender in [*contenders[begin:], *contenders[:begin]]:
+            with contender.entered():
+                if number == 0:
+                    _turn(contender, device, 2)
+                    cost = _turn(contender, device, 2)
+                    pairs[contender.name] = min(60, max(3, round(turn_ms / cost.both)))
+                else:
+                    turns[contender.name].append(_turn(contender, device, pairs[contender.name]))
+    return turns
+
+
+def _turn(contender: Contender, device: torch.device, pairs: int) -> Turn:
+    settling = pairs // 3
+    times = _gpu_times if device.type == "cuda" else _cpu_times
+    forward, backward, host = times(contender, settling, pairs)
+    slowest = torch.tensor([forward, backward, host])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return Turn(*slowest.tolist())
+
+
+def _gpu_times(contender: Contender, settling: int, pairs: int) -> tuple[float, float, float]:
+    torch.cuda.synchronize()
+    dist.barrier()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * pairs + 1)]
+    begin = time.perf_counter()
+    events[0].record()
+    for number in range(pairs):
+        out = contender.forward()
+        events[2 * number + 1].record()
+        contender.backward(out)
+        events[2 * number + 2].record()
+    host = (time.perf_counter() - begin) * 1e3 / pairs
+    torch.cuda.synchronize()
+    spans = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)][2 * settling :]
+    return statistics.fmean(spans[0::2]), statistics.fmean(spans[1::2]), host
+
+
+def _cpu_times(contender: Contender, settling: int, pairs: int) -> tuple[float, float, float]:
+    spans = []
+    dist.barrier()
+    for _ in range(pairs):
+        begin = time.perf_counter()
+        out = contender.forward()
+        middle = time.perf_counter()
+        contender.backward(out)
+        spans.append((middle - begin, time.perf_counter() - middle))
+    forward, backward = (statistics.fmean(x) * 1e3 for x in zip(*spans[settling:], strict=True))
+    return forward, backward, forward + backward
+
+
+def column(turns: Sequence[Turn], name: str) -> list[float]:
+    """One pass in all rounds."""
+    return [float(getattr(turn, name)) for turn in turns]
+
+
+def beyond(turns: Mapping[str, Sequence[Turn]], name: str, base: str, step: str) -> list[float]:
+    """Milliseconds of a contender beyond those of another in the same round."""
+    return [a - b for a, b in zip(column(turns[name], step), column(turns[base], step), strict=True)]
