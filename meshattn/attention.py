@@ -201,7 +201,9 @@ def attend(
     mesh.agreement.enter(name, _statement(q, k, v, seq, keys, options) | {"kernel": chosen}, error)
     ring = Tile(1, mesh.size) if name == "ring_attention" else None
     call = _plan(mesh, masks, q, k, v, options, local, ring)
+    q, k, v = seq.without_gaps(q), keys.without_gaps(k), keys.without_gaps(v)
     out, lse = _Attention.apply(q, k, v, mesh, call)  # type: ignore[no-untyped-call]
+    out = seq.without_gaps(out)
     return (out, lse) if options.return_lse else out
 
 

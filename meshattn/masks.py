@@ -75,6 +75,9 @@ def block_intervals(rule: MaskRule, q_layout: Layout, i: int, kv_layout: Layout,
     Raises ValueError if the documents reach beyond a sequence.
     """
     n_q, n_k = q_layout.rows_in(i), kv_layout.rows_in(j)
+    if rule.documents is not None:  # what lies behind the last one is like padding
+        n_q = min(n_q, q_layout.count_below(i, rule.documents.q[-1]))
+        n_k = min(n_k, kv_layout.count_below(j, rule.documents.k[-1]))
     if gives_bands(rule, q_layout, kv_layout):
         (q_piece,), (k_piece,) = q_layout.pieces(i), kv_layout.pieces(j)
         offset = q_piece.offset - k_piece.offset + kv_layout.seq_len - q_layout.seq_len
@@ -83,7 +86,7 @@ def block_intervals(rule: MaskRule, q_layout: Layout, i: int, kv_layout: Layout,
         hi = UNBOUNDED if rule.left is None else _clamped((rule.left - offset) // stride)
         return BandIntervals(lo, hi, n_q, n_k)
     bounds = torch.full((2, q_layout.rows), n_k, dtype=torch.int32, device="cpu")
-    bounds[:, :n_q] = _count_below(kv_layout, j, _key_ranges(rule, q_layout, i, kv_layout.seq_len))
+    bounds[:, :n_q] = _count_below(kv_layout, j, _key_ranges(rule, q_layout, i, kv_layout.seq_len)[:, :n_q])
     return ArrayIntervals(bounds[0], bounds[1], n_q, n_k)
 
 

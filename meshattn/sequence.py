@@ -45,6 +45,7 @@ class ShardedSequence:
         self.layout = Layout(layout, seq_len, mesh.size, -(-seq_len // mesh.size))
         self.documents = _documents(seq_len, cu_seqlens, document_lengths)
         self._agreed = self.documents is None
+        self._gaps: dict[torch.device, Tensor] = {}
         self._masks: OrderedDict[object, BlockMasks] = OrderedDict()
 
     @property
@@ -168,6 +169,21 @@ class ShardedSequence:
         labels.index_fill_(dim, last.nonzero().squeeze(1).to(input_ids.device), IGNORED_LABEL)
         missing = self.rows - len(mine)
         return torch.cat([labels, _filled(labels, dim, missing, IGNORED_LABEL)], dim) if missing else labels
+
+    def without_gaps(self, tensor: Tensor) -> Tensor:
+        """[B, L, ..] with 0 in the rows that are gaps inside the slots of documents; differentiable.
+
+        Padding and what lies behind the last document are never read, but these rows lie between others.
+        """
+        if self.documents is None or self.documents.lengths is None:
+            return tensor
+        if tensor.device not in self._gaps:
+            mine = chunk_positions(self.layout, self.mesh.rank)
+            gaps = torch.zeros(self.rows, dtype=torch.bool, device="cpu")
+            gaps[: len(mine)] = self.documents.place(mine)[1] < 0
+            self._gaps[tensor.device] = gaps.to(tensor.device)
+        gaps = self._gaps[tensor.device]
+        return tensor.masked_fill(gaps.view(1, -1, *[1] * (tensor.dim() - 2)), 0)
 
     def masks(
         self, keys: ShardedSequence, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)

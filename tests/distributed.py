@@ -6,7 +6,7 @@ Padding rows of all inputs hold NaN, so that a row which is read although it is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -31,6 +31,32 @@ SMALL = Shape(B=1, S=0, H=2, H_kv=1, D=8)
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Documents of one side of a call."""
+
+    bounds: tuple[int, ...]
+    lengths: tuple[int, ...] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """As ``mesh.sequence`` takes them."""
+        return {"cu_seqlens": self.bounds, "document_lengths": self.lengths}
+
+    def positions(self) -> list[int]:
+        """Positions that belong to a document."""
+        starts = self.bounds[:-1]
+        ends = (
+            self.bounds[1:]
+            if self.lengths is None
+            else [x + n for x, n in zip(starts, self.lengths, strict=True)]
+        )
+        return [position for start, end in zip(starts, ends, strict=True) for position in range(start, end)]
+
+    def __str__(self) -> str:
+        slots = ".".join(map(str, self.bounds))
+        return slots if self.lengths is None else f"{slots}of{'.'.join(map(str, self.lengths))}"
+
+
+@dataclass(frozen=True)
 class Case:
     """One call of ``mesh_attention`` or ``ring_attention`` and its backward pass; printed, a test id."""
 
@@ -43,6 +69,10 @@ class Case:
     softmax_scale: float | None = None
     ring: bool = False
     seed: int = 0
+    window_size: tuple[int, int] = (-1, -1)
+    documents: Packed | None = None
+    kv_layout: LayoutKind | None = None  # of a sequence of shape.S_k keys; None attends to the same sequence
+    kv_documents: Packed | None = None
 
     @property
     def ranks(self) -> int:
@@ -53,6 +83,24 @@ class Case:
         """Which tokens each rank holds."""
         return Layout(self.layout, self.shape.S, self.ranks, -(-self.shape.S // self.ranks))
 
+    @property
+    def key_chunks(self) -> Layout:
+        """Which keys each rank holds."""
+        if self.kv_layout is None:
+            return self.chunks
+        keys = self.shape.seq_len_k
+        return Layout(self.kv_layout, keys, self.ranks, -(-keys // self.ranks))
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """The mask as ``meshattn.reference.attention`` takes it."""
+        keys = self.documents if self.kv_layout is None else self.kv_documents
+        rule: dict[str, Any] = {"causal": self.causal, "window_size": self.window_size}
+        for side, packed in (("q", self.documents), ("k", keys)):
+            if packed is not None:
+                rule |= {f"cu_seqlens_{side}": packed.bounds, f"document_lengths_{side}": packed.lengths}
+        return rule
+
     def __str__(self) -> str:
         words = [f"P{self.ranks}", str(self.tile), self.layout, "causal" if self.causal else "full"]
         words.append(str(self.shape))
@@ -62,6 +110,11 @@ class Case:
             words.append(f"reduce-{_name(self.reduce_dtype)}")
         if self.softmax_scale is not None:
             words.append(f"scale{self.softmax_scale:g}")
+        if self.window_size != (-1, -1):
+            words.append("window{},{}".format(*self.window_size))
+        words += [f"docs{packed}" for packed in (self.documents, self.kv_documents) if packed is not None]
+        if self.kv_layout is not None:
+            words.append(f"keys-{self.kv_layout}")
         return "-".join([*words, "ring"] if self.ring else words)
 
 
@@ -80,36 +133,66 @@ def inputs_of(case_shape: Shape, dtype: torch.dtype, seed: int) -> Inputs:
 
 
 @lru_cache(maxsize=64)
-def _dense(
-    shape: Shape, made: torch.dtype, seed: int, computed: torch.dtype, causal: bool, scale: Any
-) -> Results:
-    return dense(inputs_of(shape, made, seed), computed, causal=causal, softmax_scale=scale)
+def _dense(case: Case, computed: torch.dtype) -> Results:
+    inputs = inputs_of(case.shape, case.dtype, case.seed)
+    return dense(inputs, computed, softmax_scale=case.softmax_scale, **case.rule)
+
+
+def _global(case: Case) -> Case:
+    """The case without what dense attention does not know, so that results are kept for all of those."""
+    same = {"tile": Tile(1, 1), "layout": "striped", "reduce_dtype": None, "ring": False}
+    return replace(case, **same, kv_layout=None if case.kv_layout is None else "striped")
 
 
 def oracle(case: Case) -> Results:
     """Dense attention in float64 on the numbers of the case."""
-    return _dense(case.shape, case.dtype, case.seed, torch.float64, case.causal, case.softmax_scale)
+    return _dense(_global(case), torch.float64)
 
 
 def eager(case: Case) -> Results:
     """Dense attention in the type of the case."""
-    return _dense(case.shape, case.dtype, case.seed, case.dtype, case.causal, case.softmax_scale)
+    return _dense(_global(case), case.dtype)
 
 
-def local_rows(case: Case, rank: int, tensor: Tensor) -> Tensor:
-    """The rows [B, L, ..] of a rank, NaN in its padding rows. Does without ``ShardedSequence``."""
-    layout = case.chunks
+def local_rows(case: Case, rank: int, tensor: Tensor, *, keys: bool = False) -> Tensor:
+    """The rows [B, L, ..] of a rank, of queries or of ``keys``. Does without ``ShardedSequence``.
+
+    NaN in its padding rows and where there are documents and the row belongs to none.
+    """
+    layout, packed = case.chunks, case.documents
+    if keys and case.kv_layout is not None:
+        layout, packed = case.key_chunks, case.kv_documents
     real = layout.rows_in(rank)
     rows = tensor.new_full((tensor.shape[0], layout.rows, *tensor.shape[2:]), float("nan"))
+    if packed is not None:
+        used = packed.positions()
+        tensor = torch.full_like(tensor, float("nan")).index_copy(
+            1, torch.tensor(used, dtype=torch.int64), tensor[:, used]
+        )
     rows[:, :real] = tensor[:, list(layout.positions(rank))[:real]]
     return rows
 
 
+def sequences(mesh: AttentionMesh, case: Case) -> tuple[ma.ShardedSequence, ma.ShardedSequence | None]:
+    """``seq`` and ``kv_seq`` of a case."""
+    arguments = case.documents.arguments() if case.documents else {}
+    seq = mesh.sequence(case.shape.S, layout=case.layout, **arguments)
+    if case.kv_layout is None:
+        return seq, None
+    arguments = case.kv_documents.arguments() if case.kv_documents else {}
+    return seq, mesh.sequence(case.shape.seq_len_k, layout=case.kv_layout, **arguments)
+
+
+def local_inputs(case: Case, rank: int) -> Inputs:
+    """One rank's rows of all inputs."""
+    inputs = inputs_of(case.shape, case.dtype, case.seed)._asdict()
+    return Inputs(**{name: local_rows(case, rank, x, keys=name in "kv") for name, x in inputs.items()})
+
+
 def run_case(mesh: AttentionMesh, case: Case, *, device: str = "cpu", **options: Any) -> Results:
     """One rank's share of a case, forward and backward: tensors of L rows, always on the CPU."""
-    seq = mesh.sequence(case.shape.S, layout=case.layout)
-    inputs = inputs_of(case.shape, case.dtype, case.seed)
-    q, k, v, do = (local_rows(case, mesh.rank, x).to(device) for x in inputs)
+    seq, kv_seq = sequences(mesh, case)
+    q, k, v, do = (x.to(device) for x in local_inputs(case, mesh.rank))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     call = ring_attention if case.ring else mesh_attention
     answer = call(
@@ -117,7 +200,9 @@ def run_case(mesh: AttentionMesh, case: Case, *, device: str = "cpu", **options:
         k,
         v,
         seq,
+        kv_seq=kv_seq,
         causal=case.causal,
+        window_size=case.window_size,
         softmax_scale=case.softmax_scale,
         reduce_dtype=case.reduce_dtype,
         return_lse=True,
@@ -150,20 +235,25 @@ def run_cases(
 
 def assemble(case: Case, by_rank: Sequence[Results]) -> Results:
     """The global tensors of a case from its ranks' rows, which must hold 0 (lse: -inf) in their padding."""
-    layout, shape = case.chunks, case.shape
+    shape = case.shape
     heads = {"out": shape.H, "dq": shape.H, "dk": shape.H_kv, "dv": shape.H_kv}
     sizes = {"out": shape.head_dim_v, "dq": shape.D, "dk": shape.D, "dv": shape.head_dim_v}
     whole = {
-        name: torch.full((shape.B, shape.S, heads[name], sizes[name]), float("nan"), dtype=case.dtype)
+        name: torch.full(
+            (shape.B, _layout_of(case, name).seq_len, heads[name], sizes[name]),
+            float("nan"),
+            dtype=case.dtype,
+        )
         for name in heads
     }
     exact = torch.float64 if case.dtype == torch.float64 else torch.float32
     whole["lse"] = torch.full((shape.B, shape.H, shape.S), float("nan"), dtype=exact)
     assert len(by_rank) == case.ranks
     for rank, results in enumerate(by_rank):
-        real = layout.rows_in(rank)
-        positions = list(layout.positions(rank))[:real]
         for name, tensor in results._asdict().items():
+            layout = _layout_of(case, name)
+            real = layout.rows_in(rank)
+            positions = list(layout.positions(rank))[:real]
             rows, padding = (2, float("-inf")) if name == "lse" else (1, 0.0)
             assert tensor.dtype == whole[name].dtype, f"{name} of rank {rank} is {tensor.dtype}"
             assert tensor.shape[rows] == layout.rows, f"{name} of rank {rank} is {list(tensor.shape)}"
@@ -177,6 +267,10 @@ def assemble(case: Case, by_rank: Sequence[Results]) -> Results:
                 tensor[:, :real] if rows == 1 else tensor[:, :, :real],
             )
     return Results(**whole)
+
+
+def _layout_of(case: Case, name: str) -> Layout:
+    return case.key_chunks if name in ("dk", "dv") else case.chunks
 
 
 def assert_equals_oracle(case: Case, by_rank: Sequence[Results]) -> None:
