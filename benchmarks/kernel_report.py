@@ -100,7 +100,7 @@ def render(runs: Sequence[Run], picture: str | None = None) -> str:
     ]
     for what in PASSES:
         parts += _section(f"TF/s: {what}", _rates(book, what))
-    parts += _section("Ratios", _all_ratios(book))
+    parts += _section("Ratios", "\n\n".join(_ratios(book)))
     parts += _section("Host time of a call, microseconds", _host(book))
     parts += _section("Repeatability", _repeatability(book))
     parts += _section("compute-sanitizer", _sanitizer(book))
@@ -212,13 +212,23 @@ def _order(case: str) -> tuple[str, str, int, str]:
     return head_dim, mask, int(rows.removeprefix("S").split("x")[0]), case
 
 
-def _all_ratios(book: Book) -> str:
-    rows = [
-        [record.case, record.metric.removesuffix(RATE), record.peer, f"{record.ratio:.3f}"]
-        for _, record in book.records
-        if record.metric.endswith(RATE) and record.peer not in (None, MATMUL) and record.ratio
-    ]
-    return table(["case", "figure", "to", "ratio"], rows) if rows else ""
+def _ratios(book: Book) -> list[str]:
+    """A table for each figure that is compared: cases by peers."""
+    found: dict[str, dict[tuple[int, str], dict[str, float]]] = {}
+    for number, record in book.records:
+        if record.metric.endswith(RATE) and record.peer not in (None, MATMUL) and record.ratio:
+            peer = record.peer.partition(" at ")[0] if record.peer else ""
+            row = found.setdefault(record.metric.removesuffix(RATE), {}).setdefault((number, record.case), {})
+            row[peer + (", unshared heads" if " at " in (record.peer or "") else "")] = record.ratio
+    tables = []
+    for figure, rows in found.items():
+        peers = list(dict.fromkeys(peer for row in rows.values() for peer in row))
+        body = [
+            [case, *(f"{row[peer]:.3f}" if peer in row else "" for peer in peers)]
+            for (_, case), row in sorted(rows.items(), key=lambda item: (_order(item[0][1]), item[0][0]))
+        ]
+        tables.append(f"### {figure}, relative to\n\n" + table(["case", *peers], body))
+    return tables
 
 
 def _host(book: Book) -> str:
@@ -236,12 +246,16 @@ def _host(book: Book) -> str:
 
 
 def _repeatability(book: Book) -> str:
+    """What was found in all cases together."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for _, record in book.records:
+        if record.benchmark == "repeatability":
+            found.setdefault((record.metric, record.peer or ""), []).append(int(record.ours))
     rows = [
-        [record.case, record.metric, f"{record.ours:.0f}", record.peer or ""]
-        for _, record in book.records
-        if record.benchmark == "repeatability"
+        [metric, wanted, f"{min(numbers)} to {max(numbers)}", str(len(numbers))]
+        for (metric, wanted), numbers in found.items()
     ]
-    return table(["case", "measure", "found", ""], rows) if rows else ""
+    return table(["measure", "", "found", "cases"], rows) if rows else ""
 
 
 def _sanitizer(book: Book) -> str:

@@ -81,7 +81,9 @@ def main(arguments: list[str] | None = None) -> None:
         session = Session(label, folder, Machine.here(versions(), options.commit))
         clock.warm(2.0)
         if name == LAUNCH:
-            session.records += launch_records(BENCHMARK, options.head_dim)
+            for record in launch_records(BENCHMARK, options.head_dim):
+                session.records.append(record)
+                session.save()
         else:
             comparisons = _trial() if device.type == "cpu" else SUITES[name](options.head_dim)
             for comparison in comparisons:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -16,17 +16,14 @@ WANTED_US = 40.0
 KERNELS = ("hopper", "triton", "triton-dash")
 
 
-def launch_records(benchmark: str, head_dims: Sequence[int]) -> list[Record]:
+def launch_records(benchmark: str, head_dims: Sequence[int]) -> Iterator[Record]:
     """Microseconds of host time a call, and 1 or 0 for graphs that give the bits of ordinary launches."""
-    records = []
     for head_dim in head_dims:
         case = Case(head_dim, True, 512, 1, 4, 4)
-        for name, run in _calls(case).items():
+        for name, run in _calls(case):
             spent = host_us(run)
             print(f"{case} {name}: {spent:.1f} us", flush=True)
-            records.append(
-                Record(benchmark, str(case), f"{name} host us", spent, "wanted at most", spent / WANTED_US)
-            )
+            yield Record(benchmark, str(case), f"{name} host us", spent, "wanted at most", spent / WANTED_US)
         for kernel in KERNELS:
             try:
                 same = float(_graph_equals_launches(kernel, case))
@@ -34,27 +31,23 @@ def launch_records(benchmark: str, head_dims: Sequence[int]) -> list[Record]:
                 print(f"{case} {kernel}: cannot be captured: {reason}", flush=True)
                 same = 0.0
             print(f"{case} {kernel}: graph of forward and backward equals launches: {same:.0f}", flush=True)
-            records.append(Record(benchmark, str(case), f"{kernel}: graph gives the same bits", same))
-    return records
+            yield Record(benchmark, str(case), f"{kernel}: graph gives the same bits", same)
 
 
-def _calls(case: Case) -> dict[str, Callable[[], object]]:
+def _calls(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
     inputs = make_inputs(case, torch.device("cuda"), torch.bfloat16)
-    calls: dict[str, Callable[[], object]] = {}
     for kernel in KERNELS:
         ours = Ours(our_kernel(kernel), case, inputs)
         for what, run in ours.passes.items():
-            calls[f"{kernel}: {what}"] = run
-        calls[f"{kernel}: delta"] = ours.row_delta
-        calls[f"{kernel}: conversion of dq, dk, dv"] = ours.finish_gradients
-    for kernel in ("fa4", "fa4-deterministic"):
-        try:
-            peer: Contender = make_peer(kernel, case, inputs)
-        except RuntimeError:
-            continue
-        for what, run in peer.passes.items():
-            calls[f"{kernel}: {what}"] = run
-    return calls
+            yield f"{kernel}: {what}", run
+        yield f"{kernel}: delta", ours.row_delta
+        yield f"{kernel}: conversion of dq, dk, dv", ours.finish_gradients
+    try:
+        peer: Contender = make_peer("fa4-deterministic", case, inputs)
+    except RuntimeError:
+        return
+    for what, run in peer.passes.items():
+        yield f"fa4-deterministic: {what}", run
 
 
 def _graph_equals_launches(kernel: str, case: Case) -> bool:

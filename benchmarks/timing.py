@@ -139,12 +139,12 @@ def alternate(
     return {name: Timing.of(spent) for name, spent in samples.items()}
 
 
-def host_us(run: Run, calls: int = 100) -> float:
+def host_us(run: Run, calls: int = 60) -> float:
     """Median microseconds that the host spends in a call while the device is busy with something else."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
-    torch.cuda._sleep(400_000_000)
+    torch.cuda._sleep(100_000_000)
     spent = []
     for _ in range(calls):
         start = time.perf_counter()
