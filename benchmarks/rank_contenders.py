@@ -106,9 +106,7 @@ class Ours:
         return contextlib.nullcontext()
 
     def forward(self) -> Tensor:
-        out = ma.mesh_attention(
-            *self._inputs, self._seq, causal=self._case.causal, kernel=self._case.kernel
-        )
+        out = ma.mesh_attention(*self._inputs, self._seq, causal=self._case.causal, kernel=self._case.kernel)
         assert isinstance(out, Tensor)
         return out
 

@@ -8,6 +8,7 @@ the turns lie milliseconds apart: clocks drift by a tenth within seconds.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,7 @@ def _gpu_times(contender: Contender, settling: int, pairs: int) -> tuple[float, 
         events[2 * number + 2].record()
     host = (time.perf_counter() - begin) * 1e3 / pairs
     torch.cuda.synchronize()
-    spans = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)][2 * settling :]
+    spans = [a.elapsed_time(b) for a, b in itertools.pairwise(events)][2 * settling :]
     return statistics.fmean(spans[0::2]), statistics.fmean(spans[1::2]), host
 
 

@@ -1,0 +1,127 @@
+"""The table and the records of what was timed on several ranks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from harness import Machine, Record, Timing, table, write
+from rank_contenders import Case
+from rank_turns import PASSES, Turn, beyond, column
+
+DIRECTIONS = ("forward", "backward")
+INTRO = (
+    "All contenders take turns in which forward and backward passes follow each other, as in training; a "
+    "time is that of the slowest rank, the median over rounds (middle three fifths). Exposed is what a tile "
+    "takes beyond the same tile without transfers, paired within each round. Bytes are sent per rank. The "
+    "column of one GPU compares TFLOP/s per GPU with one rank alone that has as many products. Every tile "
+    "was checked on every transport against float64 dense attention first."
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one case."""
+
+    case: Case
+    turns: dict[str, list[Turn]]
+    sent: dict[str, dict[str, int]]  # by contender and direction, counted by the transport in one pass
+    formula: dict[str, dict[str, int]]
+    memory: dict[str, int]  # buffers of the larger pass
+    flop: dict[str, dict[str, float]]  # of one rank, by contender and pass
+    absent: dict[str, str]  # contenders that could not run, and why
+
+
+def _base(name: str, turns: dict[str, list[Turn]]) -> str | None:
+    """The same tile without transfers."""
+    base = f"{name.split(' ')[0]} skipped"
+    return base if base in turns and base != name else None
+
+
+def _rate(result: Result, name: str, step: str) -> float:
+    """TFLOP/s of one rank."""
+    return result.flop[name][step] / statistics.median(column(result.turns[name], step)) / 1e9
+
+
+def table_of(result: Result) -> str:
+    """A heading and one line a contender."""
+    head = ["contender", "forward ms", "backward ms", "TFLOP/s fwd", "bwd", "both", "of one GPU"]
+    head += ["exposed us fwd", "bwd", "% of fwd", "of bwd", "host ms", "MiB sent fwd", "bwd", "buffers MiB"]
+    rows = []
+    for name, turns in result.turns.items():
+        base = _base(name, result.turns)
+        exposed = ["", "", "", ""]
+        if base is not None:
+            lost = [Timing.of(beyond(result.turns, name, base, p)) for p in DIRECTIONS]
+            took = [statistics.median(column(result.turns[base], p)) for p in DIRECTIONS]
+            exposed = [f"{x.median * 1e3:.0f} ({x.low * 1e3:.0f}..{x.high * 1e3:.0f})" for x in lost]
+            exposed += [f"{x.median / spent:.1%}" for x, spent in zip(lost, took, strict=True)]
+        share = ""
+        if "one GPU" in result.turns:
+            share = f"{_rate(result, name, 'both') / _rate(result, 'one GPU', 'both'):.3f}"
+        sent = result.sent.get(name, {})
+        rows.append(
+            [
+                name,
+                *(_milliseconds(column(turns, p)) for p in DIRECTIONS),
+                *(f"{_rate(result, name, p):.0f}" for p in PASSES),
+                share,
+                *exposed,
+                f"{statistics.median(column(turns, 'host')):.2f}",
+                *(_mib(sent[p]) if sent.get(p) else "" for p in DIRECTIONS),
+                _mib(result.memory[name]) if name in result.memory else "",
+            ]
+        )
+    absent = "".join(f"\n\n{name} could not run: {why}" for name, why in result.absent.items())
+    return f"## {result.case}\n\n{table(head, rows)}{absent}"
+
+
+def _milliseconds(samples: Sequence[float]) -> str:
+    timing = Timing.of(samples)
+    return f"{timing.median:.3f} ({timing.low:.3f}-{timing.high:.3f})"
+
+
+def _records(result: Result) -> list[Record]:
+    records = []
+    for name, turns in result.turns.items():
+        label = f"{result.case}-P{dist.get_world_size()}-{name.replace(' ', '-')}"
+        base = _base(name, result.turns)
+        for step in PASSES:
+            timing = Timing.of(column(turns, step))
+            records.append(Record("distributed", label, f"{step} ms", timing.median, spread=timing.spread))
+            peer, ratio = None, None
+            if "one GPU" in result.turns and name != "one GPU":
+                peer, ratio = "one GPU", _rate(result, name, step) / _rate(result, "one GPU", step)
+            rate = _rate(result, name, step)
+            records.append(Record("distributed", label, f"{step} TFLOP/s per rank", rate, peer, ratio))
+            if base is not None:
+                lost = statistics.median(beyond(result.turns, name, base, step))
+                share = lost / statistics.median(column(result.turns[base], step))
+                records.append(
+                    Record("distributed", label, f"{step} exposed ms", lost, "without transfers", share)
+                )
+        for step, measured in result.sent.get(name, {}).items():
+            formula = result.formula[name][step]
+            ratio = measured / formula if formula else None
+            records.append(Record("distributed", label, f"{step} bytes", measured, "formula", ratio))
+    return records
+
+
+def write_report(results: Sequence[Result], folder: Path) -> Path:
+    """The report of all cases and its records; returns where it lies."""
+    machine, ranks = Machine.here(), dist.get_world_size()
+    text = "\n\n".join(
+        [f"# Ring and mesh tiles, {ranks} ranks", machine.describe(), INTRO, *map(table_of, results), ""]
+    )
+    records = [record for result in results for record in _records(result)]
+    name = f"distributed-{ranks}-ranks" + ("-gpu" if torch.cuda.is_available() else "")
+    return write(name, [(machine, records)], text, folder)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.2f}"
