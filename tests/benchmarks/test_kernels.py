@@ -99,13 +99,21 @@ def test_the_oracle_is_dense_attention(case: Case) -> None:
     oracle = Oracle(case, inputs)
     assert max(oracle.errors(right).values()) < 1e-9
     for name in right._fields:
-        for spoil in (lambda x: x.mul(1.05), lambda x: x.fill_(math.nan)):
+        for spoil in (lambda x: x.mul(1.02), lambda x: x.fill_(math.nan)):
             wrong = right._replace(**{name: getattr(right, name).clone()})
             row = getattr(wrong, name)[0, -1, 0]
             getattr(wrong, name)[0, :, 0] = spoil(getattr(wrong, name)[0, :, 0])
             assert row.shape == (case.head_dim,)
             assert oracle.errors(wrong)[name] > 1
             assert max(error for other, error in oracle.errors(wrong).items() if other != name) < 1e-9
+
+
+def test_the_oracle_sees_one_wrong_number() -> None:
+    case = CASES[0]
+    inputs = contenders.make_inputs(case, CPU, torch.float64)
+    right = dense(case, inputs)
+    right.out[0, 5, 1, 3] += 0.1 * right.out.abs().max()
+    assert Oracle(case, inputs).errors(right)["out"] > 1
 
 
 def test_the_oracle_sees_one_wrong_row_in_the_last_head() -> None:

@@ -57,6 +57,21 @@ def test_one_bit_is_seen(which: str) -> None:
     assert repeats(Unsteady(which, every=4)).count(12) == 3
 
 
+def test_what_is_left_of_an_earlier_run_is_seen() -> None:
+    class Once:
+        calls = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(get_kernel("reference"), name)
+
+        def backward(self, *args: Any, **options: Any) -> None:
+            if not self.calls:
+                get_kernel("reference").backward(*args, **options)
+            self.calls += 1
+
+    assert repeats(Once()).count(3) == 3
+
+
 def test_numbers_that_were_not_written_are_seen() -> None:
     class Idle:
         def __getattr__(self, name: str) -> Any:
