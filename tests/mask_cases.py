@@ -1,0 +1,66 @@
+"""Random cases over the cross product of ranks, tiles, layouts, lengths and masks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import strategies as st
+
+from cases import Shape
+from distributed import LAYOUTS, Case, Packed
+from meshattn.plan.assignment import tiles
+
+HEADS = [(1, 1), (2, 1), (3, 3), (4, 2), (5, 1)]  # H, H_kv
+HEAD_DIMS = [(8, None), (16, 8), (8, 24)]  # D, D_v
+TYPES = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, None),
+]
+
+
+@st.composite
+def packings(draw: st.DrawFn, seq_len: int, count: int) -> Packed:
+    """Documents of any lengths, 0 and 1 among them; some packings end before the sequence, some have gaps."""
+    edges = sorted(draw(st.lists(st.integers(0, seq_len), min_size=count, max_size=count)))
+    if draw(st.booleans()):
+        edges[-1] = seq_len
+    bounds = (0, *edges)
+    if draw(st.integers(0, 3)):
+        return Packed(bounds)
+    return Packed(bounds, tuple(draw(st.integers(0, end - start)) for start, end in pairwise(bounds)))
+
+
+@st.composite
+def mask_cases(draw: st.DrawFn, most_ranks: int = 6, longest: int = 33) -> Case:
+    """Cases in float64; ``in_lower_type`` makes others of them."""
+    tile = draw(st.sampled_from(tiles(draw(st.integers(1, most_ranks)))))
+    seq_len, layout = draw(st.integers(1, longest)), draw(st.sampled_from(LAYOUTS))
+    heads, kv_heads = draw(st.sampled_from(HEADS))
+    head_dim, head_dim_v = draw(st.sampled_from(HEAD_DIMS))
+    keys = draw(st.integers(1, longest)) if draw(st.booleans()) else None
+    count = draw(st.integers(0, 6))  # documents
+    bounds = st.sampled_from([-1, -1, 0, 1, 4, 40])
+    return Case(
+        tile,
+        Shape(draw(st.integers(1, 2)), seq_len, heads, kv_heads, head_dim, head_dim_v, keys),
+        layout,
+        causal=draw(st.booleans()),
+        softmax_scale=draw(st.sampled_from([None, None, 0.3])),
+        ring=tile.a == 1 and draw(st.booleans()),
+        seed=draw(st.integers(0, 3)),
+        window_size=(draw(bounds), draw(bounds)),
+        documents=draw(packings(seq_len, count)) if count else None,
+        kv_layout=None if keys is None else draw(st.sampled_from(LAYOUTS)),
+        kv_documents=draw(packings(keys, count)) if count and keys is not None else None,
+    )
+
+
+@st.composite
+def low_precision_cases(draw: st.DrawFn) -> Case:
+    """The same in lower types, with partial results in theirs or in float32."""
+    case = draw(mask_cases())
+    dtype, reduce_dtype = draw(st.sampled_from(TYPES))
+    return Case(**{**vars(case), "dtype": dtype, "reduce_dtype": reduce_dtype})
