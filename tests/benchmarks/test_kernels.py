@@ -110,7 +110,7 @@ def test_the_oracle_sees_one_wrong_number() -> None:
     case = CASES[0]
     inputs = contenders.make_inputs(case, CPU, torch.float64)
     right = dense(case, inputs)
-    right.out[0, 5, 1, 3] += 0.1 * right.out.abs().max()
+    right.out[0, 5, 1, 3] += 0.035 * right.out.abs().max()
     assert Oracle(case, inputs).errors(right)["out"] > 1
 
 
