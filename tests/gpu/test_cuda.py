@@ -9,11 +9,13 @@ import torch
 
 import meshattn as ma
 from cases import Shape
-from distributed import Case, assert_same_bits, check_cases, run_cases
+from distributed import Case, Packed, assert_same_bits, check_cases, run_cases
 from meshattn.plan import Tile
 from meshattn_kernels.rules import RULES, Platform, Request
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PACKED = Packed((0, 100, 100, 517, 518, 1031))
+GAPS = Packed((0, 130, 515, 900), (130, 201, 0))
 CASES = [
     (None, Case(Tile(2, 2), Shape(B=2, S=1031, H=6, H_kv=3, D=64), dtype=BF16)),
     (None, Case(Tile(1, 4), Shape(B=1, S=1301, H=4, H_kv=1, D=128), dtype=BF16)),
@@ -32,6 +34,30 @@ CASES = [
     (None, Case(Tile(2, 2), Shape(B=1, S=703, H=4, H_kv=2, D=64), dtype=BF16, reduce_dtype=BF16)),
     (None, Case(Tile(2, 2), Shape(B=1, S=3, H=4, H_kv=2, D=64), dtype=BF16)),
     (None, Case(Tile(2, 3), Shape(B=1, S=1009, H=2, H_kv=2, D=64), causal=False, dtype=BF16)),
+    (None, Case(Tile(2, 2), Shape(B=2, S=1031, H=4, H_kv=2, D=64), dtype=BF16, documents=PACKED)),
+    (None, Case(Tile(1, 3), Shape(B=1, S=1031, H=4, H_kv=1, D=128), "zigzag", dtype=BF16, documents=GAPS)),
+    (None, Case(Tile(2, 2), Shape(B=1, S=1031, H=4, H_kv=2, D=128), dtype=BF16, window_size=(300, 0))),
+    (
+        None,
+        Case(
+            Tile(2, 2),
+            Shape(B=1, S=1031, H=2, H_kv=2, D=24),
+            "contiguous",
+            causal=False,
+            dtype=FP16,
+            window_size=(100, 60),
+            documents=GAPS,
+        ),
+    ),
+    (
+        None,
+        Case(
+            Tile(2, 2),
+            Shape(B=1, S=517, H=4, H_kv=2, D=64, S_k=1031),
+            dtype=BF16,
+            kv_layout="contiguous",
+        ),
+    ),
     ("reference", Case(Tile(2, 2), Shape(B=2, S=157, H=6, H_kv=3, D=64), dtype=FP32)),
     ("reference", Case(Tile(1, 4), Shape(B=1, S=89, H=4, H_kv=1, D=32, D_v=16), dtype=BF16)),
     ("triton", Case(Tile(2, 2), Shape(B=2, S=1031, H=6, H_kv=3, D=64), dtype=BF16)),
