@@ -19,8 +19,9 @@ from meshattn import engine
 from meshattn.masks import BlockMasks, checked_window
 from meshattn.mesh import AttentionMesh
 from meshattn.plan.assignment import Assignment, Tile
-from meshattn.plan.cost import CallShape, costs
+from meshattn.plan.cost import CallShape, costs, message_bytes
 from meshattn.plan.greedy import build
+from meshattn.plan.schedule import Direction
 from meshattn.sequence import ShardedSequence
 from meshattn.transport.base import TransportError
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
@@ -358,16 +359,13 @@ def _plan(
         causal=options.causal,
         key_rows=k.shape[1],
     )
-    tile = tile or mesh.tile_for(shape)
+    tile = tile or mesh.tile_for(shape, masks.visibility)
     return engine.Call(
-        assignment=Assignment(tile),
         rank=mesh.rank,
-        transports=mesh.transports(tile, q.device),
-        forward_list=build("forward", tile, costs("forward", shape)),
-        backward_list=build("backward", tile, costs("backward", shape)),
+        forward=_plan_pass("forward", mesh, tile, shape, masks, q.device),
+        backward=_plan_pass("backward", mesh, tile, shape, masks, q.device),
         kernel=kernel,
         intervals=masks.block,
-        hops=masks.hops(tile, mesh.rank),
         batch=batch,
         rows=rows,
         key_rows=k.shape[1],
@@ -380,6 +378,23 @@ def _plan(
         reduce_dtype=reduce_dtype,
         softmax_scale=head_dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale),
         device=q.device,
+    )
+
+
+def _plan_pass(
+    direction: Direction,
+    mesh: AttentionMesh,
+    tile: Tile,
+    shape: CallShape,
+    masks: BlockMasks,
+    device: torch.device,
+) -> engine.PassPlan:
+    turned = masks.reach(tile).turns(message_bytes(direction, shape))
+    return engine.PassPlan(
+        schedule=build(direction, tile, costs(direction, shape)),
+        assignment=Assignment(tile, turned),
+        hops=masks.hops(tile, mesh.rank, turned),
+        transports=mesh.transports(tile, device, turned),
     )
 
 

@@ -30,17 +30,24 @@ Views = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
+class PassPlan:
+    """What one pass does on one rank."""
+
+    schedule: Schedule
+    assignment: Assignment  # which way round its rings it goes
+    hops: Hops  # the transfers of the list that take place for this rank
+    transports: Mapping[str, Transport]  # by axis
+
+
+@dataclass(frozen=True)
 class Call:
     """What both passes of one attention call share on one rank; no tensors."""
 
-    assignment: Assignment
     rank: int
-    transports: Mapping[str, Transport]  # by axis
-    forward_list: Schedule
-    backward_list: Schedule
+    forward: PassPlan
+    backward: PassPlan
     kernel: AttentionKernel
     intervals: Callable[[int, int], Intervals]  # of (query chunk, key chunk)
-    hops: Hops  # the transfers that take place for this rank
     batch: int
     rows: int
     key_rows: int
@@ -67,7 +74,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         out [B, C, H, D_v] in the type of q and lse [B, H, C] in the accumulator type.
     """
     work = _Forward(call, q, k, v)
-    _execute(call, call.forward_list, work)
+    _execute(call, call.forward, work)
     return work.finish()
 
 
@@ -76,11 +83,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v; arguments as given to and returned by `forward`, do like out."""
     work = _Backward(call, q, k, v, out, lse, do)
-    _execute(call, call.backward_list, work)
+    _execute(call, call.backward, work)
     return work.finish()
 
 
-def _execute(call: Call, schedule: Schedule, work: _Pass) -> None:
+def _execute(call: Call, plan: PassPlan, work: _Pass) -> None:
+    schedule, transports = plan.schedule, plan.transports
     handles: dict[int, Handle] = {}
     arrived: set[int] = set()
     releases: dict[int, list[int]] = {}
@@ -91,16 +99,16 @@ def _execute(call: Call, schedule: Schedule, work: _Pass) -> None:
             if merge.transfer in arrived:
                 work.merge(merge)
         for transfer in step.transfers:
-            message = _message(call, schedule, number, transfer)
-            transport = call.transports[transfer.axis]
-            send = work.outgoing(transfer) if call.hops.sends(transfer) else None
-            recv = work.incoming(transfer) if call.hops.receives(transfer) else None
+            message = _message(call.rank, plan, number, transfer)
+            transport = transports[transfer.axis]
+            send = work.outgoing(transfer) if plan.hops.sends(transfer) else None
+            recv = work.incoming(transfer) if plan.hops.receives(transfer) else None
             handles[transfer.number] = transport.start(message, send, recv)
             if recv is not None:
                 arrived.add(transfer.number)
             releases.setdefault(transfer.last_use, []).append(transfer.number)
         if step.transfers and step.blocks:
-            for transport in {call.transports[transfer.axis] for transfer in step.transfers}:
+            for transport in {transports[transfer.axis] for transfer in step.transfers}:
                 transport.compute_follows()
         for block in step.blocks:
             work.block(block)
@@ -109,15 +117,15 @@ def _execute(call: Call, schedule: Schedule, work: _Pass) -> None:
     assert not handles, f"transfers {sorted(handles)} were never released"
 
 
-def _message(call: Call, schedule: Schedule, step: int, transfer: Transfer) -> Message:
-    neighbour = call.assignment.neighbour
+def _message(rank: int, plan: PassPlan, step: int, transfer: Transfer) -> Message:
+    schedule, neighbour = plan.schedule, plan.assignment.neighbour
     return Message(
         phase=schedule.direction,
         axis=transfer.axis,
         flow=transfer.way,
         label=f"{schedule.direction} step {step}/{len(schedule.steps)}, {transfer.payload} #{transfer.index}",
-        to=neighbour(call.rank, transfer.axis, transfer.offset),
-        source=neighbour(call.rank, transfer.axis, -transfer.offset),
+        to=neighbour(rank, transfer.axis, transfer.offset),
+        source=neighbour(rank, transfer.axis, -transfer.offset),
         slot=transfer.recv_slot - 1 if transfer.inward else transfer.recv_slot,
     )
 
@@ -125,7 +133,7 @@ def _message(call: Call, schedule: Schedule, step: int, transfer: Transfer) -> M
 class _Chunks:
     """The chunk slots of one axis: slot 0 is this rank's own chunk, the others are filled by transfers."""
 
-    def __init__(self, call: Call, axis: str, slots: int, own: Views) -> None:
+    def __init__(self, call: Call, transport: Transport, axis: str, slots: int, own: Views) -> None:
         self.views: list[Views] = [own]
         self.flat: list[Tensor] = []
         if slots == 1:  # nothing moves along this axis: the caller's tensors serve as they are
@@ -133,7 +141,6 @@ class _Chunks:
         packing = Packing(tuple(Field(name, tuple(x.shape), x.dtype) for name, x in own.items()))
         first = torch.empty(packing.nbytes, dtype=torch.uint8, device=call.device)
         packing.write(first, own)
-        transport = call.transports[axis]
         received = transport.buffers(axis, "inward", packing.nbytes, slots - 1, call.device)
         self.flat = [first, *received]
         self.views = [packing.views(buffer) for buffer in self.flat]
@@ -143,7 +150,15 @@ class _Accumulators:
     """Partial results of one kind (out, dq or dkv): one slot for each that is live, and buffers for those
     that arrive."""
 
-    def __init__(self, call: Call, kind: AccumulatorKind, axis: str, slots: int, recv_slots: int) -> None:
+    def __init__(
+        self,
+        call: Call,
+        transport: Transport,
+        kind: AccumulatorKind,
+        axis: str,
+        slots: int,
+        recv_slots: int,
+    ) -> None:
         self._kernel = call.kernel
         self._kind = kind
         self._dtype = call.dtype
@@ -158,7 +173,7 @@ class _Accumulators:
             head_dim_v=call.head_dim_v,
         )
         # On a mesh of one rank one block is all that is ever added.
-        alone = call.assignment.tile.ranks == 1 and kind in call.kernel.writes_finished
+        alone = call.forward.schedule.tile.ranks == 1 and kind in call.kernel.writes_finished
         kept = call.dtype if alone else call.accumulator_dtype
         held = Packing(
             tuple(
@@ -182,7 +197,6 @@ class _Accumulators:
             self.views = [held.views(buffer) for buffer in self._flat]
         else:  # tensors of their own, which the caller may get and write to
             self.views = [held.tensors(call.device) for _ in range(slots)]
-        transport = call.transports[axis]
         self._received = transport.buffers(axis, "outward", self._wire.nbytes, recv_slots, call.device)
         # One is enough: a partial is sent only after the one before it has gone and its echo is merged.
         self._staging: Tensor | None = None
@@ -232,17 +246,19 @@ class _Pass:
     """What the entries of a step list mean in one direction."""
 
     def __init__(
-        self, call: Call, schedule: Schedule, row: Views, col: Views, partials: Mapping[AccumulatorKind, str]
+        self, call: Call, plan: PassPlan, row: Views, col: Views, partials: Mapping[AccumulatorKind, str]
     ) -> None:
-        slots = schedule.slots
+        slots, transports = plan.schedule.slots, plan.transports
         self._call = call
+        self._assignment = plan.assignment
         self._chunks = {
-            "row": _Chunks(call, "row", slots.row, row),
-            "col": _Chunks(call, "col", slots.col, col),
+            "row": _Chunks(call, transports["row"], "row", slots.row, row),
+            "col": _Chunks(call, transports["col"], "col", slots.col, col),
         }
         counts = {"row": (slots.row_acc, slots.row_recv), "col": (slots.col_acc, slots.col_recv)}
         self._partials: dict[str, _Accumulators] = {
-            kind: _Accumulators(call, kind, axis, *counts[axis]) for kind, axis in partials.items()
+            kind: _Accumulators(call, transports[axis], kind, axis, *counts[axis])
+            for kind, axis in partials.items()
         }
 
     def outgoing(self, transfer: Transfer) -> Tensor:
@@ -260,8 +276,8 @@ class _Pass:
 
     def block(self, block: Block) -> None:
         call = self._call
-        queries = call.assignment.query_chunk(call.rank, block.row)
-        keys = call.assignment.key_chunk(call.rank, block.col)
+        queries = self._assignment.query_chunk(call.rank, block.row)
+        keys = self._assignment.key_chunk(call.rank, block.col)
         intervals = call.intervals(queries, keys)
         if not intervals.is_empty:
             self._compute(block, intervals)
@@ -272,7 +288,7 @@ class _Pass:
 
 class _Forward(_Pass):
     def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().__init__(call, call.forward_list, {"q": q}, {"k": k, "v": v}, {"out": "row"})
+        super().__init__(call, call.forward, {"q": q}, {"k": k, "v": v}, {"out": "row"})
 
     def _compute(self, block: Block, intervals: Intervals) -> None:
         queries, keys = self._chunks["row"].views[block.row_slot], self._chunks["col"].views[block.col_slot]
@@ -300,7 +316,7 @@ class _Backward(_Pass):
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor
     ) -> None:
         bundle = {"q": q, "do": do, "lse": lse, "delta": row_delta(do, out)}
-        super().__init__(call, call.backward_list, bundle, {"k": k, "v": v}, {"dq": "row", "dkv": "col"})
+        super().__init__(call, call.backward, bundle, {"k": k, "v": v}, {"dq": "row", "dkv": "col"})
 
     def _compute(self, block: Block, intervals: Intervals) -> None:
         queries, keys = self._chunks["row"].views[block.row_slot], self._chunks["col"].views[block.col_slot]

@@ -21,15 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from meshattn.documents import Documents
 from meshattn.layouts import Layout, Piece
-from meshattn.plan.assignment import Tile
-from meshattn.plan.hops import Hops, Visibility, hops_of
+from meshattn.plan.assignment import Axis, Tile
+from meshattn.plan.hops import Hops, Reach, Visibility
 from meshattn_kernels.intervals import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals
 
 
@@ -177,19 +177,31 @@ class BlockMasks:
     def __init__(self, rule: MaskRule, q_layout: Layout, kv_layout: Layout) -> None:
         self.rule, self.q_layout, self.kv_layout = rule, q_layout, kv_layout
         self._known: dict[tuple[int, int], Intervals] = {}
-        self._hops: dict[tuple[Tile, int], Hops] = {}
+        self._reaches: dict[Tile, Reach] = {}
+        self._hops: dict[tuple[Tile, int, frozenset[Axis]], Hops] = {}
 
     @property
     def gives_plain_blocks(self) -> bool:
         """Whether every block is a band that is bounded on the causal side alone, or not at all."""
         return self.rule.left is None and gives_bands(self.rule, self.q_layout, self.kv_layout)
 
-    def hops(self, tile: Tile, rank: int) -> Hops:
+    @cached_property
+    def visibility(self) -> Visibility:
+        """Which blocks have anything to compute."""
+        return visible_blocks(self.rule, self.q_layout, self.kv_layout)
+
+    def reach(self, tile: Tile) -> Reach:
+        """Where on its ring each chunk of a tile is needed."""
+        if tile not in self._reaches:
+            self._reaches[tile] = Reach(tile, self.visibility)
+        return self._reaches[tile]
+
+    def hops(self, tile: Tile, rank: int, turned: frozenset[Axis] = frozenset()) -> Hops:
         """The hops of a rank that take place on a tile: those of chunks that some block needs."""
-        if (tile, rank) not in self._hops:
-            visibility = visible_blocks(self.rule, self.q_layout, self.kv_layout)
-            self._hops[tile, rank] = hops_of(tile, rank, visibility)
-        return self._hops[tile, rank]
+        key = (tile, rank, turned)
+        if key not in self._hops:
+            self._hops[key] = self.reach(tile).hops(rank, turned)
+        return self._hops[key]
 
     def block(self, i: int, j: int) -> Intervals:
         """Intervals of query chunk i against key chunk j, on the CPU."""

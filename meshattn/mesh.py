@@ -17,6 +17,7 @@ from meshattn.agreement import Agreement, RankMismatchError
 from meshattn.layouts import LayoutKind
 from meshattn.plan.assignment import Assignment, Axis, Tile
 from meshattn.plan.cost import CallShape, choose_tile
+from meshattn.plan.hops import Visibility
 from meshattn.transport.base import TrafficRecord, Transport, TransportError
 from meshattn.transport.connect import Connection, Group, check_transport, choose, connect
 
@@ -95,7 +96,7 @@ class AttentionMesh:
         self.agreement = agreement
         self.connection = connection
         self._closed = False
-        self._rings: dict[tuple[Tile, Axis], tuple[int, ...]] = {}
+        self._rings: dict[tuple[Assignment, Axis], tuple[int, ...]] = {}
 
     def sequence(
         self,
@@ -122,9 +123,12 @@ class AttentionMesh:
 
         return ShardedSequence(self, seq_len, layout, cu_seqlens, document_lengths)
 
-    def tile_for(self, shape: CallShape) -> Tile:
-        """The tile of a call: the mesh's own, or for "auto" the one that moves the least bytes."""
-        return self.tile or _least_bytes(self.size, shape)
+    def tile_for(self, shape: CallShape, visibility: Visibility | None = None) -> Tile:
+        """The tile of a call: the mesh's own, or for "auto" the one that moves the least bytes.
+
+        ``visibility`` says which blocks masks leave; by default all.
+        """
+        return self.tile or _least_bytes(self.size, shape, visibility)
 
     def coordinates(self, tile: Tile | None = None) -> tuple[int, int]:
         """(tile row, tile column) of this rank."""
@@ -134,16 +138,19 @@ class AttentionMesh:
         assignment = Assignment(tile)
         return assignment.row_index(self.rank), assignment.col_index(self.rank)
 
-    def transports(self, tile: Tile, device: torch.device) -> dict[str, Transport]:
-        """What moves the tensors of this device along each axis of a tile."""
-        return {axis: self.connection.along(self._ring(tile, axis), device) for axis in AXES}
+    def transports(
+        self, tile: Tile, device: torch.device, turned: frozenset[Axis] = frozenset()
+    ) -> dict[str, Transport]:
+        """What moves the tensors of this device along each axis of a tile, of which some are turned."""
+        assignment = Assignment(tile, turned)
+        return {axis: self.connection.along(self._ring(assignment, axis), device) for axis in AXES}
 
-    def _ring(self, tile: Tile, axis: Axis) -> tuple[int, ...]:
-        """The right neighbour of every rank."""
-        if (tile, axis) not in self._rings:
-            neighbour = Assignment(tile).neighbour
-            self._rings[tile, axis] = tuple(neighbour(rank, axis, 1) for rank in range(self.size))
-        return self._rings[tile, axis]
+    def _ring(self, assignment: Assignment, axis: Axis) -> tuple[int, ...]:
+        """The rank from which each rank receives."""
+        if (assignment, axis) not in self._rings:
+            ring = tuple(assignment.neighbour(rank, axis, 1) for rank in range(self.size))
+            self._rings[assignment, axis] = ring
+        return self._rings[assignment, axis]
 
     def _describe_transport(self) -> str:
         connection = self.connection
@@ -153,7 +160,7 @@ class AttentionMesh:
         if self.tile is None:
             return f"transport symmetric on axes inside a host, else {slow} ({connection.reason})"
         kinds = [
-            f"{axis} {'symmetric' if connection.inside(self._ring(self.tile, axis)) else slow}"
+            f"{axis} {'symmetric' if connection.inside(self._ring(Assignment(self.tile), axis)) else slow}"
             for axis in AXES
             if self.tile.size(axis) > 1
         ]
@@ -190,9 +197,9 @@ class AttentionMesh:
     def check(self) -> None:
         """Raise if a transfer is known to have failed; costs nothing and waits for nothing.
 
-        On a GPU the host does not wait for transfers, so a failure shows at a later call. Until then results
-        are NaN where data did not come by copy engine. Check after synchronising with the GPU and before
-        results leave it, for example before a checkpoint is written.
+        On a GPU the host does not wait for transfers, so a failure shows at a later call; until then results
+        are wrong, with copy engines NaN. Check after synchronising with the GPU and before results leave it,
+        for example before a checkpoint is written.
         """
         try:
             self.connection.check()
@@ -241,5 +248,5 @@ def _tile(tile: str | tuple[int, int] | Tile, ranks: int) -> Tile | None:
 
 
 @lru_cache(maxsize=256)
-def _least_bytes(ranks: int, shape: CallShape) -> Tile:
-    return choose_tile(ranks, shape)
+def _least_bytes(ranks: int, shape: CallShape, visibility: Visibility | None) -> Tile:
+    return choose_tile(ranks, shape, visibility=visibility)

@@ -197,7 +197,7 @@ def test_gqa_moves_kv_heads_not_query_heads() -> None:
 def test_buffers_of_a_pass_equal_the_memory_formula(
     tile: Tile, reduce_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every flat buffer that the library makes while a pass runs, summed per rank."""
+    """Every buffer that the library makes while a pass runs, summed per rank."""
     case = Case(tile, SHAPES[1], dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     made: defaultdict[tuple[int, str], int] = defaultdict(int)
     running = threading.local()
@@ -206,8 +206,9 @@ def test_buffers_of_a_pass_equal_the_memory_formula(
         def wrapper(*args: Any, **kwargs: Any) -> Tensor:
             tensor: Tensor = make(*args, **kwargs)
             caller = sys._getframe(1).f_globals.get("__name__", "")
-            if hasattr(running, "key") and caller.startswith("meshattn.") and tensor.dtype == torch.uint8:
-                made[running.key] += tensor.numel()
+            flat = tensor.dtype == torch.uint8 or caller == "meshattn.packing"
+            if hasattr(running, "key") and caller.startswith("meshattn.") and flat:
+                made[running.key] += tensor.numel() * tensor.element_size()
             return tensor
 
         return wrapper

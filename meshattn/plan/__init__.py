@@ -17,7 +17,7 @@ from .cost import (
     traffic,
 )
 from .greedy import build
-from .hops import Hops, Visibility, hops_of
+from .hops import Hops, Reach, Visibility, hops_of
 from .makespan import makespan
 from .schedule import Block, Channels, Costs, Direction, Merge, Payload, Schedule, Slots, Step, Transfer
 
@@ -33,6 +33,7 @@ __all__ = [
     "Memory",
     "Merge",
     "Payload",
+    "Reach",
     "Schedule",
     "Slots",
     "Step",

@@ -54,9 +54,14 @@ def tiles(ranks: int) -> tuple[Tile, ...]:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The assignment matrix of a tile, seen from any rank 0 <= i < P."""
+    """The assignment matrix of a tile, seen from any rank 0 <= i < P.
+
+    Along the axes in ``turned`` everything goes round the ring to the right instead of to the left: what is
+    said of right neighbours is then true of left ones.
+    """
 
     tile: Tile
+    turned: frozenset[Axis] = frozenset()
 
     @property
     def ranks(self) -> int:
@@ -100,15 +105,22 @@ class Assignment:
     def query_chunk(self, i: int, k: int) -> int:
         """The global query chunk that rank i calls Q#k; Q#0 is its own."""
         a = self.tile.a
-        return self.row_index(i) * a + (self.col_index(i) + k) % a
+        return self.row_index(i) * a + (self.col_index(i) + self._step("row") * k) % a
 
     def key_chunk(self, i: int, k: int) -> int:
         """The global key/value chunk that rank i calls KV#k; KV#0 is its own."""
-        return (i + k * self.tile.a) % self.ranks
+        return (i + self._step("col") * k * self.tile.a) % self.ranks
+
+    def chunk(self, i: int, axis: Axis, k: int) -> int:
+        """The global chunk that rank i calls #k along an axis."""
+        return self.query_chunk(i, k) if axis == "row" else self.key_chunk(i, k)
+
+    def _step(self, axis: Axis) -> int:
+        return -1 if axis in self.turned else 1
 
     def neighbour(self, i: int, axis: Axis, offset: int) -> int:
         """The rank at ``offset`` from rank i along its ring of ``axis``."""
-        return self.query_chunk(i, offset) if axis == "row" else self.key_chunk(i, offset)
+        return self.chunk(i, axis, offset)
 
     def picture(self) -> str:
         """The matrix for a terminal: one line a query chunk, one cell a key/value chunk.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from .assignment import Assignment, Axis
-from .hops import Hops, Visibility, hops_of
+from .hops import Hops, Reach, Visibility
 from .schedule import AXIS, INWARD, Block, Merge, Payload, Schedule, Slots, Transfer, payloads
 
 
@@ -38,12 +38,15 @@ class _Rank:
 
 
 def check(
-    schedule: Schedule, visibility: Visibility | None = None, hops: Sequence[Hops] | None = None
+    schedule: Schedule,
+    visibility: Visibility | None = None,
+    hops: Sequence[Hops] | None = None,
+    turned: frozenset[Axis] = frozenset(),
 ) -> None:
     """Prove a list for every rank of its tile; AssertionError that says what is wrong, and in which step.
 
     ``visibility`` says which blocks have anything to compute (by default all), ``hops`` which hops each rank
-    takes part in (by default those of ``hops_of``).
+    takes part in (by default those of ``hops_of``), ``turned`` along which axes the ring is turned.
 
     Each block once and by its owner; sends and receives match pairwise on all ranks; nothing is read before
     it was waited for; no slot is overwritten while it is read, sent or still needed, also on the receiver's
@@ -53,17 +56,20 @@ def check(
     """
     visibility = visibility or Visibility.full(schedule.tile.ranks)
     if hops is None:
-        hops = [hops_of(schedule.tile, rank, visibility) for rank in range(schedule.tile.ranks)]
-    _Checker(schedule, visibility, hops).run()
+        reach = Reach(schedule.tile, visibility)
+        hops = [reach.hops(rank, turned) for rank in range(schedule.tile.ranks)]
+    _Checker(schedule, visibility, hops, turned).run()
 
 
 class _Checker:
-    def __init__(self, schedule: Schedule, visibility: Visibility, hops: Sequence[Hops]) -> None:
+    def __init__(
+        self, schedule: Schedule, visibility: Visibility, hops: Sequence[Hops], turned: frozenset[Axis]
+    ) -> None:
         self.schedule = schedule
         self.visibility = visibility
         self.hops_of = hops
         self.tile = schedule.tile
-        self.assignment = Assignment(schedule.tile)
+        self.assignment = Assignment(schedule.tile, turned)
         names = payloads(schedule.direction)
         self.inward: dict[Axis, Payload] = {AXIS[p]: p for p in names if p in INWARD}
         self.outward: dict[Axis, Payload] = {AXIS[p]: p for p in names if p not in INWARD}
@@ -71,8 +77,8 @@ class _Checker:
         rows, cols = range(self.tile.a), range(self.tile.b)
         # Global number of the chunk that a rank calls #k, as [rank][k].
         self.chunk: dict[Axis, list[list[int]]] = {
-            "row": [[self.assignment.query_chunk(i, k) for k in rows] for i in ranks],
-            "col": [[self.assignment.key_chunk(i, k) for k in cols] for i in ranks],
+            "row": [[self.assignment.chunk(i, "row", k) for k in rows] for i in ranks],
+            "col": [[self.assignment.chunk(i, "col", k) for k in cols] for i in ranks],
         }
         # By the last outward transfer: the chunks across that the ranks up to this one in its chain compute.
         self.behind: dict[Axis, list[int]] = {axis: [0] * self.tile.ranks for axis in self.outward}

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from .assignment import Axis, Tile, tiles
-from .hops import Hops
+from .hops import Hops, Reach, Visibility
 from .schedule import AXIS, INWARD, Costs, Direction, Payload, Slots, Way, payloads
 
 # Attention work that takes as long as one byte on a link: about 600 TFLOP/s of a large GPU beside a 300 GB/s
@@ -191,20 +191,49 @@ def costs(direction: Direction, shape: CallShape) -> Costs:
     )
 
 
-def choose_tile(ranks: int, shape: CallShape, *, memory_limit: int | None = None) -> Tile:
+def message_bytes(direction: Direction, shape: CallShape) -> dict[tuple[Axis, Way], int]:
+    """Bytes of one message of a pass, by axis and way."""
+    return {
+        (AXIS[payload], "inward" if payload in INWARD else "outward"): payload_bytes(payload, shape)
+        for payload in payloads(direction)
+    }
+
+
+def reached_bytes(direction: Direction, shape: CallShape, reach: Reach) -> tuple[int, int]:
+    """Bytes and messages of a pass that all ranks together send where masks leave hops out."""
+    sizes = message_bytes(direction, shape)
+    turned = reach.turns(sizes)
+    hops = {part: reach.num_hops(*part, part[0] in turned) for part in sizes}
+    return sum(hops[part] * size for part, size in sizes.items()), sum(hops.values())
+
+
+def choose_tile(
+    ranks: int,
+    shape: CallShape,
+    *,
+    memory_limit: int | None = None,
+    visibility: Visibility | None = None,
+) -> Tile:
     """The tile with the least bytes of both passes together; ties: fewer hops, less memory, smaller a.
 
     ``memory_limit`` is in bytes for the buffers of either pass; ValueError if no tile keeps within it.
-    Depends on its arguments only, never on a measurement.
+    ``visibility`` says which blocks masks leave; by default all. Depends on its arguments only, never on a
+    measurement.
     """
     passes: tuple[Direction, Direction] = ("forward", "backward")
+    every_block = visibility is None or visibility == Visibility.full(ranks)
 
     def need(tile: Tile) -> int:
         return max(peak_memory(direction, tile, shape) for direction in passes)
 
     def price(tile: Tile) -> tuple[int, int, int, int]:
-        num_bytes = sum(total_bytes(direction, tile, shape) for direction in passes)
-        hops = sum(num_hops(direction, tile) for direction in passes)
+        if visibility is None or every_block:
+            num_bytes = sum(total_bytes(direction, tile, shape) for direction in passes)
+            hops = sum(num_hops(direction, tile) for direction in passes)
+        else:
+            reach = Reach(tile, visibility)
+            moved = [reached_bytes(direction, shape, reach) for direction in passes]
+            num_bytes, hops = (sum(part) for part in zip(*moved, strict=True))
         return num_bytes, hops, need(tile), tile.a
 
     every = tiles(ranks)

@@ -1,20 +1,25 @@
-"""Which hops of a list carry anything, where masks leave blocks empty.
+"""Which hops of a list carry anything, where masks leave blocks empty, and which way round a ring they go.
 
 All ranks run one list. A mask says for one rank which of its hops take place: an inward hop only if some rank
 at or beyond its receiver computes with the chunk, an outward hop only if some rank up to its sender has
 contributed to the line. Both ends of a hop come to the same answer, because they ask the same global facts
 about the same chunk; ``check`` proves it for all pairs.
+
+A chunk that few ranks need may lie near to them on one way round its ring and far on the other: the keys
+before a window are needed by the next chunk, those of a document by its other ranks. So the ring of an axis
+may be turned, for a pass, if that saves bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from .assignment import Assignment, Axis, Tile
 from .schedule import Transfer, Way
 
+AXES: tuple[Axis, Axis] = ("row", "col")
 Hop = tuple[Axis, Way, int]  # the last is the index of the transfer, 1 .. n-1 on a ring of n ranks
 
 
@@ -44,6 +49,13 @@ class Visibility:
         """Whether block (p, q) has anything to compute."""
         return bool(self.keys[p] >> q & 1)
 
+    def __hash__(self) -> int:
+        return self._hash  # looked up by it on every call
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.keys)
+
 
 @dataclass(frozen=True)
 class Hops:
@@ -59,55 +71,80 @@ class Hops:
         return (transfer.axis, transfer.way, transfer.index) in self.received
 
 
-@lru_cache(maxsize=1024)
-def hops_of(tile: Tile, rank: int, visibility: Visibility) -> Hops:
-    """The hops of one rank, from facts that all ranks know."""
-    assert len(visibility.keys) == tile.ranks, f"{len(visibility.keys)} chunks, tile {tile}"
-    facts = _Facts(tile, visibility)
-    sent = frozenset(hop for hop in _every_hop(tile) if facts.takes_place(rank, hop))
-    right = {axis: facts.assignment.neighbour(rank, axis, 1) for axis in _AXES}
-    received = frozenset(hop for hop in _every_hop(tile) if facts.takes_place(right[hop[0]], hop))
-    return Hops(sent, received)
+class Reach:
+    """Where on its ring each chunk of a tile is needed.
 
+    ``far[axis][c]`` is the last rank on the way of chunk c, counted from its owner to the left, that has a
+    block to compute with it besides the owner, 0 if there is none; ``near[axis][c]`` is the first one, or the
+    number of ranks of the ring. On a turned ring both are counted to the right.
+    """
 
-_AXES: tuple[Axis, Axis] = ("row", "col")
-_WAYS: tuple[Way, Way] = ("inward", "outward")
-
-
-def _every_hop(tile: Tile) -> Iterator[Hop]:
-    for axis in _AXES:
-        for way in _WAYS:
-            for index in range(1, tile.size(axis)):
-                yield axis, way, index
-
-
-class _Facts:
     def __init__(self, tile: Tile, visibility: Visibility) -> None:
-        self.assignment = Assignment(tile)
+        assert len(visibility.keys) == tile.ranks, f"{len(visibility.keys)} chunks, tile {tile}"
         self.tile = tile
-        self.visibility = visibility
-        self.known: dict[tuple[int, Axis, int], bool] = {}
+        assignment = Assignment(tile)
+        self._far: dict[Axis, list[int]] = {}
+        self._near: dict[Axis, list[int]] = {}
+        for axis in AXES:
+            size = tile.size(axis)
+            across = [
+                assignment.keys(i) if axis == "row" else assignment.queries(i) for i in range(tile.ranks)
+            ]
+            work = [sum(1 << chunk for chunk in chunks) for chunks in across]
+            needed = [
+                [
+                    m
+                    for m in range(1, size)
+                    if visibility.line(axis, chunk) & work[assignment.neighbour(chunk, axis, -m)]
+                ]
+                for chunk in range(tile.ranks)
+            ]
+            self._far[axis] = [max(ranks, default=0) for ranks in needed]
+            self._near[axis] = [min(ranks, default=size) for ranks in needed]
 
-    def takes_place(self, sender: int, hop: Hop) -> bool:
-        """Whether a rank sends a hop: of the chunk that it calls #(k-1) inward, of its line #k outward.
+    def inward(self, axis: Axis, chunk: int, turned: bool) -> int:
+        """Hops of a chunk away from its owner: as far as the last rank that needs it."""
+        return self.outward(axis, chunk, False) if turned else self._far[axis][chunk]
 
-        On its way left a chunk or line has another number on every rank: one more with every hop.
-        """
-        axis, way, k = hop
-        at = self.assignment.neighbour
-        if way == "inward":
-            beyond = range(k, self.tile.size(axis))
-            return any(self._works_with(at(sender, axis, k - 1 - m), axis, m) for m in beyond)
-        return any(self._works_with(at(sender, axis, k - m), axis, m) for m in range(1, k + 1))
+    def outward(self, axis: Axis, chunk: int, turned: bool) -> int:
+        """Hops of a line home to its owner: from the first rank that has contributed."""
+        if turned:
+            return self._far[axis][chunk]
+        return self.tile.size(axis) - self._near[axis][chunk]
 
-    def _works_with(self, rank: int, axis: Axis, k: int) -> bool:
-        """Whether a rank has a block to compute in its row or column #k."""
-        key = (rank, axis, k)
-        if key not in self.known:
-            if axis == "row":
-                chunk, across = self.assignment.query_chunk(rank, k), self.assignment.keys(rank)
-            else:
-                chunk, across = self.assignment.key_chunk(rank, k), self.assignment.queries(rank)
-            line = self.visibility.line(axis, chunk)
-            self.known[key] = any(line >> other & 1 for other in across)
-        return self.known[key]
+    def num_hops(self, axis: Axis, way: Way, turned: bool = False) -> int:
+        """Hops of all ranks together."""
+        count = self.inward if way == "inward" else self.outward
+        return sum(count(axis, chunk, turned) for chunk in range(self.tile.ranks))
+
+    def turns(self, num_bytes: Mapping[tuple[Axis, Way], int]) -> frozenset[Axis]:
+        """The axes whose rings are turned, because that saves bytes; ``num_bytes`` are those of a message."""
+
+        def moved(axis: Axis, turned: bool) -> int:
+            return sum(
+                size * self.num_hops(axis, way, turned) for (on, way), size in num_bytes.items() if on == axis
+            )
+
+        return frozenset(axis for axis in AXES if moved(axis, True) < moved(axis, False))
+
+    def hops(self, rank: int, turned: frozenset[Axis] = frozenset()) -> Hops:
+        """The hops of one rank that take place."""
+        assignment = Assignment(self.tile, turned)
+        sent: set[Hop] = set()
+        received: set[Hop] = set()
+        for axis in AXES:
+            for peer, hops in ((rank, sent), (assignment.neighbour(rank, axis, 1), received)):
+                for k in range(1, self.tile.size(axis)):
+                    # Inward hop k sends the chunk that the sender calls #(k-1), outward hop k its line #k.
+                    chunk = assignment.chunk(peer, axis, k - 1)
+                    if k <= self.inward(axis, chunk, axis in turned):
+                        hops.add((axis, "inward", k))
+                    line = assignment.chunk(peer, axis, k)
+                    if k >= self.tile.size(axis) - self.outward(axis, line, axis in turned):
+                        hops.add((axis, "outward", k))
+        return Hops(frozenset(sent), frozenset(received))
+
+
+def hops_of(tile: Tile, rank: int, visibility: Visibility, turned: frozenset[Axis] = frozenset()) -> Hops:
+    """The hops of one rank, from facts that all ranks know."""
+    return Reach(tile, visibility).hops(rank, turned)

@@ -9,22 +9,28 @@ import pytest
 
 from meshattn.plan import (
     Assignment,
+    Axis,
     CallShape,
     Direction,
     Hops,
+    Reach,
     Tile,
     Visibility,
     build,
     check,
+    choose_tile,
     hops_of,
     payload_bytes,
     tiles,
     total_bytes,
 )
+from meshattn.plan.cost import message_bytes, reached_bytes
 from meshattn.plan.hops import Hop
 from plan_cases import costs
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+AXES: tuple[Axis, Axis] = ("row", "col")
+TURNED = [frozenset(axes) for axes in ((), ("row",), ("col",), AXES)]
 EVERY_TILE = [tile for ranks in range(1, 10) for tile in tiles(ranks)]
 SPOILT_TILES = [Tile(1, 4), Tile(4, 1), Tile(2, 3), Tile(3, 2)]
 
@@ -35,8 +41,8 @@ def random_facts(rng: random.Random, ranks: int) -> Visibility:
     return Visibility(tuple(sum((rng.random() < density) << q for q in range(ranks)) for _ in range(ranks)))
 
 
-def every_rank(tile: Tile, facts: Visibility) -> list[Hops]:
-    return [hops_of(tile, rank, facts) for rank in range(tile.ranks)]
+def every_rank(tile: Tile, facts: Visibility, turned: frozenset[Axis] = frozenset()) -> list[Hops]:
+    return [hops_of(tile, rank, facts, turned) for rank in range(tile.ranks)]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -47,20 +53,21 @@ def test_lists_are_right_for_any_facts(tile: Tile, direction: Direction) -> None
     for kind in ("mha", "gqa8-fp32"):
         for ratio in (0.1, 0.7):
             schedule = build(direction, tile, costs(direction, kind, ratio))
-            for _ in range(8):
-                check(schedule, random_facts(rng, tile.ranks))
+            for number in range(8):
+                check(schedule, random_facts(rng, tile.ranks), turned=TURNED[number % 4])
 
 
+@pytest.mark.parametrize("turned", TURNED, ids=lambda axes: "-".join(["turned", *sorted(axes)]))
 @pytest.mark.parametrize("tile", EVERY_TILE, ids=lambda tile: f"P{tile.ranks}-{tile}")
-def test_the_rule_in_words(tile: Tile) -> None:
+def test_the_rule_in_words(tile: Tile, turned: frozenset[Axis]) -> None:
     """Follow every chunk and every line round its ring, rank after rank to the left of its owner."""
     rng = random.Random(f"words {tile}")
-    assignment = Assignment(tile)
-    for _ in range(6):
+    assignment = Assignment(tile, turned)
+    for _ in range(4):
         facts = random_facts(rng, tile.ranks)
-        hops = every_rank(tile, facts)
+        hops = every_rank(tile, facts, turned)
         for owner in range(tile.ranks):
-            for axis in ("row", "col"):
+            for axis in AXES:
                 way = [assignment.neighbour(owner, axis, -m) for m in range(tile.size(axis))]
                 if axis == "row":
                     works = [any(facts.sees(owner, q) for q in assignment.keys(rank)) for rank in way]
@@ -83,6 +90,50 @@ def test_all_hops_of_full_facts_and_none_of_empty_ones() -> None:
             hops = hops_of(tile, rank, full)
             assert hops.sent == hops.received and len(hops.sent) == 2 * (tile.a - 1) + 2 * (tile.b - 1)
             assert hops_of(tile, rank, empty) == Hops(frozenset(), frozenset())
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_rings_turn_where_that_saves_bytes(direction: Direction) -> None:
+    """Against all four ways, counted hop by hop; with nothing to save, nothing turns."""
+    rng = random.Random(f"turns {direction}")
+    shape = CallShape(1, 8, 4, 2, 16, 8, 2, 4, 4, causal=True)
+    for tile in EVERY_TILE:
+        for facts in (Visibility.full(tile.ranks), *(random_facts(rng, tile.ranks) for _ in range(4))):
+            reach = Reach(tile, facts)
+            moved = {
+                turned: sum(
+                    total_bytes(direction, tile, shape, reach.hops(rank, turned))
+                    for rank in range(tile.ranks)
+                )
+                for turned in TURNED
+            }
+            chosen = reach.turns(message_bytes(direction, shape))
+            assert moved[chosen] == min(moved.values()) == reached_bytes(direction, shape, reach)[0]
+            assert all(len(chosen) <= len(turned) for turned in TURNED if moved[turned] == moved[chosen])
+
+
+def test_a_window_needs_one_hop_on_any_ring() -> None:
+    """Contiguous chunks, each of which needs the keys of the one before: far on the left way, near on the
+    right one."""
+    for ranks in (3, 8, 64):
+        facts = Visibility(tuple(1 << p | (1 << (p - 1) if p else 0) for p in range(ranks)))
+        reach = Reach(Tile(1, ranks), facts)
+        assert reach.num_hops("col", "inward") == (ranks - 1) ** 2
+        assert reach.num_hops("col", "inward", turned=True) == ranks - 1
+        shape = CallShape(1, 8, 4, 4, 16, 16, 2, 2, 2, causal=True)
+        assert reach.turns(message_bytes("forward", shape)) == {"col"}
+
+
+def test_auto_counts_what_is_left() -> None:
+    """Documents that two neighbours share: one hop on rings of two, nothing on the others."""
+    shape = CallShape(1, 64, 8, 8, 64, 64, 2, 4, 4, causal=True)
+    pairs = Visibility(tuple(0b11 << (p - p % 2) for p in range(16)))
+    assert choose_tile(16, shape) == choose_tile(16, shape, visibility=Visibility.full(16)) == Tile(4, 4)
+    assert choose_tile(16, shape, visibility=pairs) == Tile(2, 8)
+    for direction in DIRECTIONS:
+        sizes = message_bytes(direction, shape)
+        a_row = sum(size for (axis, _), size in sizes.items() if axis == "row")
+        assert reached_bytes(direction, shape, Reach(Tile(2, 8), pairs)) == (16 * a_row, 32)
 
 
 def test_own_blocks_alone_move_nothing() -> None:
