@@ -57,6 +57,7 @@ def call_shape(case: Case) -> CallShape:
         reduce_itemsize=(case.reduce_dtype or exact).itemsize,
         acc_itemsize=exact.itemsize,
         causal=case.causal,
+        key_rows=case.key_chunks.rows,
     )
 
 
