@@ -69,7 +69,7 @@ def mesh_attention(
             is right = 0. Together with documents inside each document.
         softcap: only 0.0 (off) so far.
         deterministic: True refuses kernels that are not bitwise deterministic.
-        return_lse: also return lse, which is not differentiable.
+        return_lse: also return lse; gradients flow through it as through out.
         reduce_dtype: type in which partial results travel: the accumulator type (default; float32, float64
             for float64) or the type of q.
         kernel: name of the local kernel, which is taken or refused; None takes the one that `kernel_for`
@@ -416,21 +416,24 @@ class _Attention(torch.autograd.Function):
         with _engine_room(mesh, call):
             out, lse = engine.forward(call, q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         ctx.mesh, ctx.call = mesh, call  # type: ignore[attr-defined]
         ctx.number = mesh.agreement.calls  # type: ignore[attr-defined]
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         # Ranks that came to their backward passes in another order would add up each other's gradients.
         before = ctx.mesh.agreement.calls - ctx.number
         ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it"})
+        if do is None:  # only lse is used
+            do = torch.zeros_like(out)
         with torch.no_grad(), _engine_room(ctx.mesh, ctx.call):
-            grads = engine.backward(ctx.call, q, k, v, out, lse, do)
+            grads = engine.backward(ctx.call, q, k, v, out, lse, do, dlse)
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients
-            grads = _Undifferentiable.apply(*grads, q, k, v, do)  # type: ignore[no-untyped-call]
+            sources = [x for x in (q, k, v, do, dlse) if x is not None]
+            grads = _Undifferentiable.apply(*grads, *sources)  # type: ignore[no-untyped-call]
         return *grads, None, None
 
 

@@ -10,6 +10,7 @@ Shapes: B batch, C and C_kv rows of a query and of a key/value chunk, H and H_kv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -79,10 +80,20 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 def backward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's q, k and v; arguments as given to and returned by `forward`, do like out."""
-    work = _Backward(call, q, k, v, out, lse, do)
+    """Gradients of this rank's q, k and v; arguments as given to and returned by `forward`, do like out.
+
+    dlse is like lse: the gradient that comes in through it, if any.
+    """
+    work = _Backward(call, q, k, v, out, lse, do, dlse)
     _execute(call, call.backward, work)
     return work.finish()
 
@@ -313,9 +324,21 @@ class _Forward(_Pass):
 
 class _Backward(_Pass):
     def __init__(
-        self, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor
+        self,
+        call: Call,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        do: Tensor,
+        dlse: Tensor | None,
     ) -> None:
-        bundle = {"q": q, "do": do, "lse": lse, "delta": row_delta(do, out)}
+        delta = row_delta(do, out)
+        if dlse is not None:
+            # d lse / d score = p, so that ds = p * (dp - delta + dlse); rows that see no key have no score.
+            delta = delta - dlse.masked_fill(lse == -math.inf, 0.0)
+        bundle = {"q": q, "do": do, "lse": lse, "delta": delta}
         super().__init__(call, call.backward, bundle, {"k": k, "v": v}, {"dq": "row", "dkv": "col"})
 
     def _compute(self, block: Block, intervals: Intervals) -> None:

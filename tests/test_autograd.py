@@ -20,12 +20,15 @@ import meshattn as ma
 from cases import Results, Shape
 from distributed import (
     Case,
+    Packed,
     assemble,
     assert_equals_oracle,
     assert_same_bits,
     inputs_of,
+    local_inputs,
     local_rows,
     run_cases,
+    sequences,
 )
 from meshattn import reference
 from meshattn.mesh import AttentionMesh
@@ -132,20 +135,37 @@ def test_without_grad_nothing_is_kept() -> None:
         assert freed and torch.equal(out, results.out)
 
 
-def test_lse_is_returned_but_not_differentiable() -> None:
-    def on_rank(mesh: AttentionMesh) -> None:
-        leaves, do = _leaves(CASE, mesh.rank)
-        out, lse = _attend(mesh, CASE, *leaves, return_lse=True)
-        assert out.requires_grad and not lse.requires_grad
-        assert lse.dtype == torch.float64 and lse.shape == (2, 4, out.shape[1])
-        assert torch.equal(_attend(mesh, CASE, *leaves), out)
-        with pytest.raises(RuntimeError, match="does not require grad"):
-            lse.sum().backward()
-        # A sum with lse in it has the gradients of out alone.
-        with_lse = torch.autograd.grad((out * do).nan_to_num().sum() + lse.nan_to_num().sum(), leaves)
-        assert all(x.isfinite().all() for x in with_lse)
+@pytest.mark.parametrize("used", ["lse", "both"])
+def test_gradients_flow_through_lse(used: str) -> None:
+    """Against dense attention; padding and rows that see no key take no gradient, whatever comes in there."""
+    case = Case(Tile(2, 2), CASE.shape, window_size=(-1, 3), documents=Packed((0, 1, 6, 11)))
+    inputs = inputs_of(case.shape, case.dtype, case.seed)
+    weight = torch.randn(case.shape.B, case.shape.S, case.shape.H, dtype=torch.float64)
 
-    _on_ranks(CASE, on_rank)
+    def loss(out: Tensor, lse: Tensor, do: Tensor, weight: Tensor) -> Tensor:
+        through_lse = (lse.masked_fill(lse == -torch.inf, 0.0) * weight.transpose(1, 2)).sum()
+        return through_lse if used == "lse" else through_lse + (out * do.nan_to_num()).sum()
+
+    dense = [x.clone().requires_grad_() for x in inputs[:3]]
+    expected = torch.autograd.grad(
+        loss(*reference.attention(*dense, **case.rule), inputs.do, weight), dense, allow_unused=True
+    )
+
+    def on_rank(mesh: AttentionMesh) -> Results:
+        q, k, v, do = local_inputs(case, mesh.rank)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        seq, _ = sequences(mesh, case)
+        out, lse = ma.mesh_attention(*leaves, seq, causal=True, window_size=(-1, 3), return_lse=True)
+        mine = local_rows(case, mesh.rank, weight).nan_to_num(7.0)
+        grads = torch.autograd.grad(loss(out, lse, do, mine), leaves, retain_graph=True)
+        # -inf itself in the loss: its rows get a gradient of 1, which must stay without effect.
+        assert all(x.isfinite().all() for x in torch.autograd.grad(lse.sum(), leaves))
+        return Results(out.detach(), lse.detach(), *grads)
+
+    whole = assemble(case, _on_ranks(case, on_rank))
+    for name, exact in zip(("dq", "dk", "dv"), expected, strict=True):
+        actual = getattr(whole, name)
+        assert_close(name, actual, torch.zeros_like(actual) if exact is None else exact)
 
 
 def test_double_backward_is_refused() -> None:
@@ -153,6 +173,10 @@ def test_double_backward_is_refused() -> None:
         leaves, do = _leaves(CASE, mesh.rank)
         out = _attend(mesh, CASE, *leaves)
         (dq,) = torch.autograd.grad(out, leaves[:1], do, create_graph=True)
+        with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
+            torch.autograd.grad(dq.square().sum(), leaves[:1])
+        _, lse = _attend(mesh, CASE, *leaves, return_lse=True)
+        (dq,) = torch.autograd.grad(lse.nan_to_num().sum(), leaves[:1], create_graph=True)
         with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
             torch.autograd.grad(dq.square().sum(), leaves[:1])
 
