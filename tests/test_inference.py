@@ -1,0 +1,62 @@
+"""Inference: queries of a few tokens against the keys of all tokens so far, which stay where they are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import meshattn as ma
+from cases import Shape, make_inputs
+from distributed import LAYOUTS
+from meshattn import reference
+from meshattn.layouts import LayoutKind
+from meshattn.testing import run_ranks
+
+SHAPE = Shape(B=2, S=29, H=4, H_kv=2, D=8, D_v=16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 4, 5], ids="P{}".format)
+def test_a_prompt_in_chunks_then_token_by_token(ranks: int, layout: LayoutKind) -> None:
+    """Chunks of a prompt of unequal lengths, then single tokens: causal, aligned with the last key."""
+    inputs = make_inputs(SHAPE)
+    expected, _ = reference.attention(inputs.q, inputs.k, inputs.v, causal=True)
+    steps = [0, 11, 12, 24, *range(25, SHAPE.S + 1)]
+
+    def on_rank(group: Any) -> torch.Tensor:
+        mesh = ma.init_attention_mesh(group, tile="auto")
+        parts = []
+        with torch.no_grad():
+            for begin, end in pairwise(steps):
+                seq, keys = mesh.sequence(end - begin, layout=layout), mesh.sequence(end, layout=layout)
+                q = seq.shard(inputs.q[:, begin:end])
+                k, v = (keys.shard(x[:, :end]) for x in (inputs.k, inputs.v))
+                out = ma.mesh_attention(q, k, v, seq, kv_seq=keys, causal=True)
+                assert isinstance(out, torch.Tensor) and not out.requires_grad
+                parts.append(seq.unshard(out))
+        return torch.cat(parts, dim=1)
+
+    for whole in run_ranks(ranks, on_rank):
+        assert (whole - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_keys_stay_where_they_are(causal: bool) -> None:
+    """A token against many sharded keys: auto moves the query and partial results, and no key."""
+    ranks, keys = 4, 4 * 16
+    whole = make_inputs(Shape(B=1, S=1, H=4, H_kv=2, D=8, S_k=keys))
+
+    def on_rank(group: Any) -> set[tuple[str, str]]:
+        mesh = ma.init_attention_mesh(group, tile="auto")
+        seq, kv_seq = mesh.sequence(1), mesh.sequence(keys)
+        q, k, v = seq.shard(whole.q), kv_seq.shard(whole.k), kv_seq.shard(whole.v)
+        ma.mesh_attention(q, k, v, seq, kv_seq=kv_seq, causal=causal)
+        records = [record for record in mesh.traffic() if record.messages]
+        query, partial = 4 * 8 * 8, 4 * (8 + 1) * 8  # one row of q; one of out and lse
+        assert all(r.sent_bytes == r.messages * (query if r.flow == "inward" else partial) for r in records)
+        return {(record.axis, record.flow) for record in records}
+
+    assert set().union(*run_ranks(ranks, on_rank)) == {("row", "inward"), ("row", "outward")}
