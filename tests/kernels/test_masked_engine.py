@@ -1,0 +1,42 @@
+"""The portable kernels through the engine, with documents, windows and other keys: a small sample.
+
+Interpreted, as test_portable.py is; tests/gpu/test_cuda.py has the large one.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cases import Shape
+from distributed import Case, Packed, check_cases
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("interpreted in a process of its own", allow_module_level=True)
+
+from meshattn.plan.assignment import Tile  # noqa: E402
+
+SHAPE = Shape(B=1, S=43, H=2, H_kv=1, D=16)
+CASES = [
+    Case(Tile(1, 2), SHAPE, dtype=torch.float32, documents=Packed((0, 1, 1, 20, 38))),
+    Case(Tile(2, 2), SHAPE, "zigzag", dtype=torch.bfloat16, documents=Packed((0, 9, 30, 43), (9, 12, 13))),
+    Case(Tile(3, 1), SHAPE, "contiguous", dtype=torch.float32, window_size=(11, 0)),
+    Case(Tile(2, 1), SHAPE, "zigzag", causal=False, dtype=torch.float32, window_size=(5, 9)),
+    Case(Tile(1, 2), Shape(B=1, S=1, H=2, H_kv=1, D=16, S_k=37), dtype=torch.float32, kv_layout="striped"),
+    Case(
+        Tile(2, 2),
+        Shape(B=1, S=37, H=2, H_kv=2, D=16, S_k=25),
+        "contiguous",
+        dtype=torch.bfloat16,
+        documents=Packed((0, 20, 21, 37)),
+        kv_layout="striped",
+        kv_documents=Packed((0, 7, 20, 25)),
+    ),
+]
+
+
+@pytest.mark.parametrize("kernel", ["triton", "triton-dash"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_masks(case: Case, kernel: str) -> None:
+    check_cases([case], kernel=kernel)
