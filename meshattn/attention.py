@@ -389,12 +389,12 @@ def _plan_pass(
     masks: BlockMasks,
     device: torch.device,
 ) -> engine.PassPlan:
-    turned = masks.reach(tile).turns(message_bytes(direction, shape))
+    paths = masks.reach(tile).paths(message_bytes(direction, shape))
     return engine.PassPlan(
-        schedule=build(direction, tile, costs(direction, shape)),
-        assignment=Assignment(tile, turned),
-        hops=masks.hops(tile, mesh.rank, turned),
-        transports=mesh.transports(tile, device, turned),
+        schedule=build(direction, tile, costs(direction, shape), direct=paths.direct),
+        assignment=Assignment(tile, paths.turned),
+        hops=masks.hops(tile, mesh.rank, paths),
+        transports=mesh.transports(tile, device, paths),
     )
 
 

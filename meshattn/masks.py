@@ -28,8 +28,8 @@ from torch import Tensor
 
 from meshattn.documents import Documents
 from meshattn.layouts import Layout, Piece
-from meshattn.plan.assignment import Axis, Tile
-from meshattn.plan.hops import Hops, Reach, Visibility
+from meshattn.plan.assignment import Tile
+from meshattn.plan.hops import Hops, Paths, Reach, Visibility
 from meshattn_kernels.intervals import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals
 
 
@@ -178,7 +178,7 @@ class BlockMasks:
         self.rule, self.q_layout, self.kv_layout = rule, q_layout, kv_layout
         self._known: dict[tuple[int, int], Intervals] = {}
         self._reaches: dict[Tile, Reach] = {}
-        self._hops: dict[tuple[Tile, int, frozenset[Axis]], Hops] = {}
+        self._hops: dict[tuple[Tile, int, Paths], Hops] = {}
 
     @property
     def gives_plain_blocks(self) -> bool:
@@ -196,11 +196,11 @@ class BlockMasks:
             self._reaches[tile] = Reach(tile, self.visibility)
         return self._reaches[tile]
 
-    def hops(self, tile: Tile, rank: int, turned: frozenset[Axis] = frozenset()) -> Hops:
+    def hops(self, tile: Tile, rank: int, paths: Paths) -> Hops:
         """The hops of a rank that take place on a tile: those of chunks that some block needs."""
-        key = (tile, rank, turned)
+        key = (tile, rank, paths)
         if key not in self._hops:
-            self._hops[key] = self.reach(tile).hops(rank, turned)
+            self._hops[key] = self.reach(tile).hops(rank, paths)
         return self._hops[key]
 
     def block(self, i: int, j: int) -> Intervals:

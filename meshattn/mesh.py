@@ -17,7 +17,7 @@ from meshattn.agreement import Agreement, RankMismatchError
 from meshattn.layouts import LayoutKind
 from meshattn.plan.assignment import Assignment, Axis, Tile
 from meshattn.plan.cost import CallShape, choose_tile
-from meshattn.plan.hops import Visibility
+from meshattn.plan.hops import RINGS, Paths, Visibility
 from meshattn.transport.base import TrafficRecord, Transport, TransportError
 from meshattn.transport.connect import Connection, Group, check_transport, choose, connect
 
@@ -138,12 +138,18 @@ class AttentionMesh:
         assignment = Assignment(tile)
         return assignment.row_index(self.rank), assignment.col_index(self.rank)
 
-    def transports(
-        self, tile: Tile, device: torch.device, turned: frozenset[Axis] = frozenset()
-    ) -> dict[str, Transport]:
-        """What moves the tensors of this device along each axis of a tile, of which some are turned."""
-        assignment = Assignment(tile, turned)
-        return {axis: self.connection.along(self._ring(assignment, axis), device) for axis in AXES}
+    def transports(self, tile: Tile, device: torch.device, paths: Paths = RINGS) -> dict[str, Transport]:
+        """What moves the tensors of this device along each axis of a tile.
+
+        Along a direct axis ranks have many peers, which the transport of the whole mesh serves.
+        """
+        assignment = Assignment(tile, paths.turned)
+        return {
+            axis: self.connection.transport
+            if axis in paths.direct
+            else self.connection.along(self._ring(assignment, axis), device)
+            for axis in AXES
+        }
 
     def _ring(self, assignment: Assignment, axis: Axis) -> tuple[int, ...]:
         """The rank from which each rank receives."""

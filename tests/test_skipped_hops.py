@@ -40,7 +40,7 @@ def expected_counts(case: Case, rank: int) -> dict[Any, tuple[int, int]]:
     shape = call_shape(case)
     counts = {}
     for direction in DIRECTIONS:
-        hops = reach.hops(rank, reach.turns(message_bytes(direction, shape)))
+        hops = reach.hops(rank, reach.paths(message_bytes(direction, shape)))
         for (axis, way), part in traffic(direction, case.tile, shape, hops).items():
             if part.num_messages:
                 counts[direction, axis, way] = part.num_messages, part.num_bytes
@@ -88,12 +88,15 @@ def test_documents_inside_chunks_move_nothing(tile: Tile) -> None:
 
 @pytest.mark.parametrize("ranks", [3, 4, 8], ids="P{}".format)
 def test_a_window_needs_the_keys_of_the_rank_before(ranks: int) -> None:
-    """Forward on a ring: one chunk of keys from every rank but the last, for any P."""
+    """One chunk of keys from every rank but the last, for any P; backward their gradients too, back again."""
     shape = Shape(B=1, S=6 * ranks, H=2, H_kv=2, D=8)
     case = Case(Tile(1, ranks), shape, "contiguous", window_size=(6, 0))
     chunk = 6 * 2 * (8 + 8) * 8  # tokens, heads, head sizes of k and v, bytes of float64
-    sent = [sum(r.sent_bytes for r in records if r.phase == "forward") for records in counts_of(case)]
+    by_rank = counts_of(case)
+    sent = [sum(r.sent_bytes for r in records if r.phase == "forward") for records in by_rank]
     assert sent == [chunk] * (ranks - 1) + [0]
+    sent = [sum(r.sent_bytes for r in records if r.phase == "backward") for records in by_rank]
+    assert sent == [chunk, *[2 * chunk] * (ranks - 2), chunk]
 
 
 def test_causal_contiguous_chunks_move_half() -> None:

@@ -17,7 +17,7 @@ from .cost import (
     traffic,
 )
 from .greedy import build
-from .hops import Hops, Reach, Visibility, hops_of
+from .hops import Hops, Paths, Reach, Visibility, hops_of
 from .makespan import makespan
 from .schedule import Block, Channels, Costs, Direction, Merge, Payload, Schedule, Slots, Step, Transfer
 
@@ -32,6 +32,7 @@ __all__ = [
     "Hops",
     "Memory",
     "Merge",
+    "Paths",
     "Payload",
     "Reach",
     "Schedule",

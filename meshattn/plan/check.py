@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from .assignment import Assignment, Axis
-from .hops import Hops, Reach, Visibility
+from .hops import RINGS, Hops, Paths, Reach, Visibility
 from .schedule import AXIS, INWARD, Block, Merge, Payload, Schedule, Slots, Transfer, payloads
 
 
@@ -41,12 +41,12 @@ def check(
     schedule: Schedule,
     visibility: Visibility | None = None,
     hops: Sequence[Hops] | None = None,
-    turned: frozenset[Axis] = frozenset(),
+    paths: Paths = RINGS,
 ) -> None:
     """Prove a list for every rank of its tile; AssertionError that says what is wrong, and in which step.
 
     ``visibility`` says which blocks have anything to compute (by default all), ``hops`` which hops each rank
-    takes part in (by default those of ``hops_of``), ``turned`` along which axes the ring is turned.
+    takes part in (by default those of ``hops_of``), ``paths`` how it moves things.
 
     Each block once and by its owner; sends and receives match pairwise on all ranks; nothing is read before
     it was waited for; no slot is overwritten while it is read, sent or still needed, also on the receiver's
@@ -57,19 +57,19 @@ def check(
     visibility = visibility or Visibility.full(schedule.tile.ranks)
     if hops is None:
         reach = Reach(schedule.tile, visibility)
-        hops = [reach.hops(rank, turned) for rank in range(schedule.tile.ranks)]
-    _Checker(schedule, visibility, hops, turned).run()
+        hops = [reach.hops(rank, paths) for rank in range(schedule.tile.ranks)]
+    _Checker(schedule, visibility, hops, paths).run()
 
 
 class _Checker:
     def __init__(
-        self, schedule: Schedule, visibility: Visibility, hops: Sequence[Hops], turned: frozenset[Axis]
+        self, schedule: Schedule, visibility: Visibility, hops: Sequence[Hops], paths: Paths
     ) -> None:
         self.schedule = schedule
         self.visibility = visibility
         self.hops_of = hops
         self.tile = schedule.tile
-        self.assignment = Assignment(schedule.tile, turned)
+        self.assignment = Assignment(schedule.tile, paths.turned)
         names = payloads(schedule.direction)
         self.inward: dict[Axis, Payload] = {AXIS[p]: p for p in names if p in INWARD}
         self.outward: dict[Axis, Payload] = {AXIS[p]: p for p in names if p not in INWARD}
@@ -80,11 +80,10 @@ class _Checker:
             "row": [[self.assignment.chunk(i, "row", k) for k in rows] for i in ranks],
             "col": [[self.assignment.chunk(i, "col", k) for k in cols] for i in ranks],
         }
-        # By the last outward transfer: the chunks across that the ranks up to this one in its chain compute.
-        self.behind: dict[Axis, list[int]] = {axis: [0] * self.tile.ranks for axis in self.outward}
         self.ranks = [_Rank(i) for i in ranks]
         for rank in self.ranks:
             rank.chunks["row", 0] = rank.chunks["col", 0] = rank.number
+            rank.accs = {(axis, 0): _Accumulator(0) for axis in self.outward}
         self.computed: set[tuple[int, int]] = set()  # blocks in local numbers, the same for all ranks
         self.step = 0
         self.started: list[Transfer] = []
@@ -213,44 +212,30 @@ class _Checker:
             if before.last_use >= self.step:
                 self._fail(f"{t.payload} {t.index} overwrites {before.payload} {before.index}, still needed")
             onward = self.by_index.get((before.payload, before.index + 1))
-            if t.inward and onward is not None and onward.number not in self.waited:
+            handed_on = onward is not None and onward.sent == before.index
+            if t.inward and onward and handed_on and onward.number not in self.waited:
                 self._fail(f"{t.payload} {t.index} overwrites {before.payload} {before.index}, being sent on")
             if not t.inward and before.number not in self.merged:
                 self._fail(f"{t.payload} {t.index} overwrites {before.payload} {before.index}, not merged")
         self.lands_in[kind, t.axis, t.recv_slot] = t
 
     def _leave(self, t: Transfer) -> None:
-        """A partial leaves complete: this rank's own blocks and those of the ranks before it in the chain."""
+        """A partial leaves once, if it holds anything: what comes to its line later would be missed at the
+        end."""
         if t.sent == 0:
             self._fail(f"{t.payload} {t.index} sends away the own line")
-        self._pass_on(t)
         for rank in self.ranks:
-            line = self.chunk[t.axis][rank.number][t.sent]
-            complete = (self.visibility.line(t.axis, line) & self.behind[t.axis][rank.number]).bit_count()
             acc = rank.accs.get((t.axis, t.send_slot))
             if acc is None or acc.line != t.sent:
                 self._fail(f"{t.payload} {t.index}: slot {t.send_slot} does not hold line #{t.sent}")
             if acc.gone or acc.sending is not None:
                 self._fail(f"{t.payload} {t.index}: line #{t.sent} is sent twice")
-            if acc.parts.bit_count() != complete:
+            if self.hops_of[rank.number].sends(t) != (acc.parts != 0):
                 self._fail(
-                    f"{t.payload} {t.index}: rank {rank.number} sends {acc.parts.bit_count()} of {complete} "
-                    f"contributions to line #{t.sent}"
-                )
-            if self.hops_of[rank.number].sends(t) != (complete > 0):
-                self._fail(
-                    f"{t.payload} {t.index}: rank {rank.number} has {complete} contributions to line "
-                    f"#{t.sent}, and {'keeps them' if complete else 'sends it'}"
+                    f"{t.payload} {t.index}: rank {rank.number} has {acc.parts.bit_count()} contributions to "
+                    f"line #{t.sent}, and {'keeps them' if acc.parts else 'sends it'}"
                 )
             acc.sending = t.number
-
-    def _pass_on(self, t: Transfer) -> None:
-        """The chain of a line that is sent grows by the sender: which columns (rows) its ranks compute."""
-        across: Axis = "col" if t.axis == "row" else "row"
-        behind = self.behind[t.axis]
-        before = [behind[self.assignment.neighbour(rank.number, t.axis, 1)] for rank in self.ranks]
-        own = [sum(1 << chunk for chunk in chunks) for chunks in self.chunk[across]]
-        self.behind[t.axis] = [x | y for x, y in zip(own, before, strict=True)]
 
     def _exchange(self, t: Transfer) -> None:
         """A rank sends if and only if its peer receives, and what the peer counts as #received."""

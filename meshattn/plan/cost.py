@@ -202,8 +202,8 @@ def message_bytes(direction: Direction, shape: CallShape) -> dict[tuple[Axis, Wa
 def reached_bytes(direction: Direction, shape: CallShape, reach: Reach) -> tuple[int, int]:
     """Bytes and messages of a pass that all ranks together send where masks leave hops out."""
     sizes = message_bytes(direction, shape)
-    turned = reach.turns(sizes)
-    hops = {part: reach.num_hops(*part, part[0] in turned) for part in sizes}
+    paths = reach.paths(sizes)
+    hops = {part: reach.num_hops(*part, paths) for part in sizes}
     return sum(hops[part] * size for part, size in sizes.items()), sum(hops.values())
 
 

@@ -282,13 +282,19 @@ def _new_line(axis: Axis, direction: Direction, tile: Tile, costs: Costs) -> _Li
 
 
 @lru_cache(maxsize=256)
-def build(direction: Direction, tile: Tile, costs: Costs, channels: Channels = "shared") -> Schedule:
+def build(
+    direction: Direction,
+    tile: Tile,
+    costs: Costs,
+    channels: Channels = "shared",
+    direct: frozenset[Axis] = frozenset(),
+) -> Schedule:
     """The step list of a pass: a pure function of its arguments, as the block order decides the bits.
 
     ``costs`` are integers in any unit (see ``cost.costs``); ``channels`` says whether the transfers of both
-    axes share one serial channel or have one each.
+    axes share one serial channel or have one each; ``direct`` are the axes along which nothing is handed on.
     """
-    return cut(direction, tile, best_order(direction, tile, costs, channels)[1])
+    return cut(direction, tile, best_order(direction, tile, costs, channels)[1], direct)
 
 
 def best_order(direction: Direction, tile: Tile, costs: Costs, channels: Channels) -> tuple[int, list[Event]]:

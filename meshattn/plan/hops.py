@@ -7,7 +7,8 @@ about the same chunk; ``check`` proves it for all pairs.
 
 A chunk that few ranks need may lie near to them on one way round its ring and far on the other: the keys
 before a window are needed by the next chunk, those of a document by its other ranks. So the ring of an axis
-may be turned, for a pass, if that saves bytes.
+may be turned, for a pass, if that saves bytes; and where even then chunks pass through ranks that do not need
+them, the axis is direct: nothing is handed on.
 """
 
 from __future__ import annotations
@@ -71,80 +72,93 @@ class Hops:
         return (transfer.axis, transfer.way, transfer.index) in self.received
 
 
+@dataclass(frozen=True)
+class Paths:
+    """How a pass moves things along each axis: round its ring to the left if nothing else is said."""
+
+    turned: frozenset[Axis] = frozenset()
+    direct: frozenset[Axis] = frozenset()
+
+
+RINGS = Paths()
+
+
 class Reach:
     """Where on its ring each chunk of a tile is needed.
 
-    ``far[axis][c]`` is the last rank on the way of chunk c, counted from its owner to the left, that has a
-    block to compute with it besides the owner, 0 if there is none; ``near[axis][c]`` is the first one, or the
-    number of ranks of the ring. On a turned ring both are counted to the right.
+    ``needed[axis][c]`` are the ranks besides the owner that have a block to compute with chunk c, by their
+    distance to the left of the owner, rising.
     """
 
     def __init__(self, tile: Tile, visibility: Visibility) -> None:
         assert len(visibility.keys) == tile.ranks, f"{len(visibility.keys)} chunks, tile {tile}"
         self.tile = tile
         assignment = Assignment(tile)
-        self._far: dict[Axis, list[int]] = {}
-        self._near: dict[Axis, list[int]] = {}
+        self._needed: dict[Axis, list[list[int]]] = {}
         for axis in AXES:
-            size = tile.size(axis)
             across = [
                 assignment.keys(i) if axis == "row" else assignment.queries(i) for i in range(tile.ranks)
             ]
             work = [sum(1 << chunk for chunk in chunks) for chunks in across]
-            needed = [
+            self._needed[axis] = [
                 [
                     m
-                    for m in range(1, size)
+                    for m in range(1, tile.size(axis))
                     if visibility.line(axis, chunk) & work[assignment.neighbour(chunk, axis, -m)]
                 ]
                 for chunk in range(tile.ranks)
             ]
-            self._far[axis] = [max(ranks, default=0) for ranks in needed]
-            self._near[axis] = [min(ranks, default=size) for ranks in needed]
 
-    def inward(self, axis: Axis, chunk: int, turned: bool) -> int:
-        """Hops of a chunk away from its owner: as far as the last rank that needs it."""
-        return self.outward(axis, chunk, False) if turned else self._far[axis][chunk]
+    def _hops(self, axis: Axis, chunk: int, way: Way, paths: Paths) -> list[int]:
+        """Indices of the transfers that take a chunk away from its owner, or its line home."""
+        size, needed = self.tile.size(axis), self._needed[axis][chunk]
+        if axis in paths.turned:
+            needed = [size - m for m in reversed(needed)]
+        if axis in paths.direct or not needed:
+            return needed
+        return list(range(1, needed[-1] + 1) if way == "inward" else range(needed[0], size))
 
-    def outward(self, axis: Axis, chunk: int, turned: bool) -> int:
-        """Hops of a line home to its owner: from the first rank that has contributed."""
-        if turned:
-            return self._far[axis][chunk]
-        return self.tile.size(axis) - self._near[axis][chunk]
-
-    def num_hops(self, axis: Axis, way: Way, turned: bool = False) -> int:
+    def num_hops(self, axis: Axis, way: Way, paths: Paths = RINGS) -> int:
         """Hops of all ranks together."""
-        count = self.inward if way == "inward" else self.outward
-        return sum(count(axis, chunk, turned) for chunk in range(self.tile.ranks))
+        return sum(len(self._hops(axis, chunk, way, paths)) for chunk in range(self.tile.ranks))
 
-    def turns(self, num_bytes: Mapping[tuple[Axis, Way], int]) -> frozenset[Axis]:
-        """The axes whose rings are turned, because that saves bytes; ``num_bytes`` are those of a message."""
-
-        def moved(axis: Axis, turned: bool) -> int:
-            return sum(
-                size * self.num_hops(axis, way, turned) for (on, way), size in num_bytes.items() if on == axis
+    def paths(self, num_bytes: Mapping[tuple[Axis, Way], int]) -> Paths:
+        """The way that moves the fewest bytes along each axis: a ring, a turned ring, or direct where both
+        move more; ``num_bytes`` are those of a message by axis and way."""
+        turned: set[Axis] = set()
+        direct: set[Axis] = set()
+        for axis in AXES:
+            sizes = [(way, size) for (on, way), size in num_bytes.items() if on == axis]
+            only = frozenset((axis,))
+            ring, other, straight = (
+                sum(size * self.num_hops(axis, way, paths) for way, size in sizes)
+                for paths in (RINGS, Paths(turned=only), Paths(direct=only))
             )
+            if straight < min(ring, other):
+                direct.add(axis)
+            elif other < ring:
+                turned.add(axis)
+        return Paths(frozenset(turned), frozenset(direct))
 
-        return frozenset(axis for axis in AXES if moved(axis, True) < moved(axis, False))
-
-    def hops(self, rank: int, turned: frozenset[Axis] = frozenset()) -> Hops:
+    def hops(self, rank: int, paths: Paths = RINGS) -> Hops:
         """The hops of one rank that take place."""
-        assignment = Assignment(self.tile, turned)
+        assignment = Assignment(self.tile, paths.turned)
         sent: set[Hop] = set()
         received: set[Hop] = set()
         for axis in AXES:
-            for peer, hops in ((rank, sent), (assignment.neighbour(rank, axis, 1), received)):
-                for k in range(1, self.tile.size(axis)):
-                    # Inward hop k sends the chunk that the sender calls #(k-1), outward hop k its line #k.
-                    chunk = assignment.chunk(peer, axis, k - 1)
-                    if k <= self.inward(axis, chunk, axis in turned):
-                        hops.add((axis, "inward", k))
-                    line = assignment.chunk(peer, axis, k)
-                    if k >= self.tile.size(axis) - self.outward(axis, line, axis in turned):
-                        hops.add((axis, "outward", k))
+            for k in range(1, self.tile.size(axis)):
+                # What the sender calls the chunk that transfer k carries, and at which offset it stands.
+                flows: tuple[tuple[Way, int, int], ...] = (("inward", k - 1, 1), ("outward", k, 1))
+                if axis in paths.direct:
+                    flows = ("inward", 0, k), ("outward", k, -k)
+                for way, number, offset in flows:
+                    source = assignment.neighbour(rank, axis, offset)
+                    for sender, hops in ((rank, sent), (source, received)):
+                        if k in self._hops(axis, assignment.chunk(sender, axis, number), way, paths):
+                            hops.add((axis, way, k))
         return Hops(frozenset(sent), frozenset(received))
 
 
-def hops_of(tile: Tile, rank: int, visibility: Visibility, turned: frozenset[Axis] = frozenset()) -> Hops:
+def hops_of(tile: Tile, rank: int, visibility: Visibility, paths: Paths = RINGS) -> Hops:
     """The hops of one rank, from facts that all ranks know."""
-    return Reach(tile, visibility).hops(rank, turned)
+    return Reach(tile, visibility).hops(rank, paths)

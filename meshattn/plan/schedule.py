@@ -9,6 +9,10 @@ Inward transfer k sends chunk #(k-1) and receives #k. Outward transfer k sends t
 complete on this rank and merged with what the right neighbour sent before, and receives the neighbour's line
 #k, which is this rank's #((k+1) mod n): it is merged there before that line is sent on, or, at the last hop,
 into the own line #0. A line takes its first merge only after all its blocks.
+
+That is a ring. Along a direct axis, for chunks that few ranks need, nothing is handed on: inward transfer k
+sends the own chunk to the k-th neighbour to the left and receives #k from its owner; outward transfer k sends
+the own part of line #k home to its owner and receives one of line #0, into which it is merged.
 """
 
 from __future__ import annotations
@@ -179,6 +183,7 @@ class Schedule:
     tile: Tile
     slots: Slots
     steps: tuple[Step, ...]
+    direct: frozenset[Axis] = frozenset()
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:

@@ -37,9 +37,10 @@ class Event:
 class _Cutter:
     """The list under construction; each event opens a new step where the order inside a step forces it."""
 
-    def __init__(self, direction: Direction, tile: Tile) -> None:
+    def __init__(self, direction: Direction, tile: Tile, direct: frozenset[Axis]) -> None:
         self.direction: Direction = direction
         self.tile = tile
+        self.direct = direct
         self.slots = Slots.of(direction, tile)
         self.waits: list[list[int]] = []
         self.merges: list[list[Merge]] = []
@@ -123,7 +124,7 @@ class _Cutter:
         step = self._place(event, [(payload, k)])
         self.used[payload, k] = step
         axis = AXIS[payload]
-        line = (k + 1) % self.tile.size(axis)
+        line = 0 if axis in self.direct else (k + 1) % self.tile.size(axis)
         self.merges[step].append(
             Merge(
                 payload=payload,
@@ -144,9 +145,14 @@ class _Cutter:
         payload, k = event.payload, event.index
         assert payload is not None
         axis, inward = AXIS[payload], payload in INWARD
+        if axis in self.direct:
+            sent, received, offset = (0, k, -k) if inward else (k, 0, k)
+        elif inward:
+            sent, received, offset = k - 1, k, -1
+        else:
+            sent, received, offset = k, (k + 1) % self.tile.size(axis), -1
         # Inward hands on what arrived last. Outward needs no wait: the merge before it had it.
-        step = self._place(event, [(payload, k - 1)] if inward and k > 1 else [])
-        sent = k - 1 if inward else k
+        step = self._place(event, [(payload, sent)] if inward and sent else [])
         number = len(self.number)
         self.number[payload, k] = number
         self.transfers[step].append(
@@ -155,8 +161,8 @@ class _Cutter:
                 payload=payload,
                 index=k,
                 sent=sent,
-                received=k if inward else (k + 1) % self.tile.size(axis),
-                offset=-1,
+                received=received,
+                offset=offset,
                 send_slot=chunk_slot(sent, self._pool(axis)) if inward else self._acc(axis, sent),
                 recv_slot=self._recv_slot(payload, k),
                 last_use=-1,
@@ -181,11 +187,12 @@ class _Cutter:
                 self.waits, self.merges, self.transfers, self.blocks, strict=True
             )
         )
-        return Schedule(direction=self.direction, tile=self.tile, slots=self.slots, steps=steps)
+        return Schedule(self.direction, self.tile, self.slots, steps, self.direct)
 
     def _with_last_use(self, t: Transfer) -> Transfer:
         last = self.used[t.payload, t.index]
-        onward = self.number.get((t.payload, t.index + 1)) if t.inward else None
+        handed_on = t.inward and t.axis not in self.direct
+        onward = self.number.get((t.payload, t.index + 1)) if handed_on else None
         if onward is not None:
             last = max(last, self.waited[onward])
         return Transfer(
@@ -201,13 +208,17 @@ class _Cutter:
         )
 
 
-def cut(direction: Direction, tile: Tile, order: Iterable[Event]) -> Schedule:
+def cut(
+    direction: Direction, tile: Tile, order: Iterable[Event], direct: frozenset[Axis] = frozenset()
+) -> Schedule:
     """The step list that runs ``order``, which must start everything after what it depends on.
+
+    What depends on nothing but a ring keeps its place along a ``direct`` axis too.
 
     Waits are lazy: at the first step where a block, a merge or an onward send needs the arrival, or where a
     slot is used again; so a wait never holds up anything that started earlier in the order.
     """
-    cutter = _Cutter(direction, tile)
+    cutter = _Cutter(direction, tile, direct)
     for event in order:
         getattr(cutter, event.kind)(event)
     return cutter.finish()

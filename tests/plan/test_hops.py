@@ -13,6 +13,7 @@ from meshattn.plan import (
     CallShape,
     Direction,
     Hops,
+    Paths,
     Reach,
     Tile,
     Visibility,
@@ -25,12 +26,18 @@ from meshattn.plan import (
     total_bytes,
 )
 from meshattn.plan.cost import message_bytes, reached_bytes
-from meshattn.plan.hops import Hop
+from meshattn.plan.hops import RINGS, Hop
 from plan_cases import costs
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 AXES: tuple[Axis, Axis] = ("row", "col")
 TURNED = [frozenset(axes) for axes in ((), ("row",), ("col",), AXES)]
+PATHS = [
+    *map(Paths, TURNED),
+    *(Paths(direct=axes) for axes in TURNED[1:]),
+    Paths(TURNED[1], TURNED[2]),
+    Paths(TURNED[2], TURNED[1]),
+]
 EVERY_TILE = [tile for ranks in range(1, 10) for tile in tiles(ranks)]
 SPOILT_TILES = [Tile(1, 4), Tile(4, 1), Tile(2, 3), Tile(3, 2)]
 
@@ -41,8 +48,8 @@ def random_facts(rng: random.Random, ranks: int) -> Visibility:
     return Visibility(tuple(sum((rng.random() < density) << q for q in range(ranks)) for _ in range(ranks)))
 
 
-def every_rank(tile: Tile, facts: Visibility, turned: frozenset[Axis] = frozenset()) -> list[Hops]:
-    return [hops_of(tile, rank, facts, turned) for rank in range(tile.ranks)]
+def every_rank(tile: Tile, facts: Visibility, paths: Paths = RINGS) -> list[Hops]:
+    return [hops_of(tile, rank, facts, paths) for rank in range(tile.ranks)]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -52,9 +59,9 @@ def test_lists_are_right_for_any_facts(tile: Tile, direction: Direction) -> None
     rng = random.Random(f"{tile} {direction}")
     for kind in ("mha", "gqa8-fp32"):
         for ratio in (0.1, 0.7):
-            schedule = build(direction, tile, costs(direction, kind, ratio))
-            for number in range(8):
-                check(schedule, random_facts(rng, tile.ranks), turned=TURNED[number % 4])
+            for paths in PATHS:
+                schedule = build(direction, tile, costs(direction, kind, ratio), direct=paths.direct)
+                check(schedule, random_facts(rng, tile.ranks), paths=paths)
 
 
 @pytest.mark.parametrize("turned", TURNED, ids=lambda axes: "-".join(["turned", *sorted(axes)]))
@@ -65,7 +72,7 @@ def test_the_rule_in_words(tile: Tile, turned: frozenset[Axis]) -> None:
     assignment = Assignment(tile, turned)
     for _ in range(4):
         facts = random_facts(rng, tile.ranks)
-        hops = every_rank(tile, facts, turned)
+        hops = every_rank(tile, facts, Paths(turned))
         for owner in range(tile.ranks):
             for axis in AXES:
                 way = [assignment.neighbour(owner, axis, -m) for m in range(tile.size(axis))]
@@ -92,24 +99,47 @@ def test_all_hops_of_full_facts_and_none_of_empty_ones() -> None:
             assert hops_of(tile, rank, empty) == Hops(frozenset(), frozenset())
 
 
+@pytest.mark.parametrize("tile", EVERY_TILE, ids=lambda tile: f"P{tile.ranks}-{tile}")
+def test_the_rule_of_direct_axes_in_words(tile: Tile) -> None:
+    """Everything goes from or to its owner at once, and only where there is a block to compute."""
+    rng = random.Random(f"direct {tile}")
+    assignment = Assignment(tile)
+    for _ in range(4):
+        facts = random_facts(rng, tile.ranks)
+        hops = every_rank(tile, facts, Paths(direct=frozenset(AXES)))
+        for owner in range(tile.ranks):
+            for axis in AXES:
+                for k in range(1, tile.size(axis)):
+                    rank = assignment.neighbour(owner, axis, -k)
+                    if axis == "row":
+                        works = any(facts.sees(owner, q) for q in assignment.keys(rank))
+                    else:
+                        works = any(facts.sees(p, owner) for p in assignment.queries(rank))
+                    for way, source, target in (("inward", owner, rank), ("outward", rank, owner)):
+                        assert ((axis, way, k) in hops[source].sent) == works
+                        assert ((axis, way, k) in hops[target].received) == works
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_rings_turn_where_that_saves_bytes(direction: Direction) -> None:
-    """Against all four ways, counted hop by hop; with nothing to save, nothing turns."""
-    rng = random.Random(f"turns {direction}")
+def test_the_way_that_moves_least_is_taken(direction: Direction) -> None:
+    """Against all ways, counted hop by hop; the plain rings where nothing is saved."""
+    rng = random.Random(f"paths {direction}")
     shape = CallShape(1, 8, 4, 2, 16, 8, 2, 4, 4, causal=True)
     for tile in EVERY_TILE:
         for facts in (Visibility.full(tile.ranks), *(random_facts(rng, tile.ranks) for _ in range(4))):
             reach = Reach(tile, facts)
-            moved = {
-                turned: sum(
-                    total_bytes(direction, tile, shape, reach.hops(rank, turned))
-                    for rank in range(tile.ranks)
+
+            def moved(paths: Paths, tile: Tile = tile, reach: Reach = reach) -> int:
+                return sum(
+                    total_bytes(direction, tile, shape, reach.hops(rank, paths)) for rank in range(tile.ranks)
                 )
-                for turned in TURNED
-            }
-            chosen = reach.turns(message_bytes(direction, shape))
-            assert moved[chosen] == min(moved.values()) == reached_bytes(direction, shape, reach)[0]
-            assert all(len(chosen) <= len(turned) for turned in TURNED if moved[turned] == moved[chosen])
+
+            chosen = reach.paths(message_bytes(direction, shape))
+            assert moved(chosen) == min(map(moved, PATHS)) == reached_bytes(direction, shape, reach)[0]
+            if moved(RINGS) == moved(chosen):
+                assert chosen == RINGS
+            elif moved(Paths(chosen.turned)) == moved(chosen):
+                assert not chosen.direct
 
 
 def test_a_window_needs_one_hop_on_any_ring() -> None:
@@ -119,21 +149,26 @@ def test_a_window_needs_one_hop_on_any_ring() -> None:
         facts = Visibility(tuple(1 << p | (1 << (p - 1) if p else 0) for p in range(ranks)))
         reach = Reach(Tile(1, ranks), facts)
         assert reach.num_hops("col", "inward") == (ranks - 1) ** 2
-        assert reach.num_hops("col", "inward", turned=True) == ranks - 1
+        turned = Paths(turned=frozenset(("col",)))
+        assert reach.num_hops("col", "inward", turned) == ranks - 1
         shape = CallShape(1, 8, 4, 4, 16, 16, 2, 2, 2, causal=True)
-        assert reach.turns(message_bytes("forward", shape)) == {"col"}
+        assert reach.paths(message_bytes("forward", shape)) == turned
+        # Keys go one hop right and their gradients one hop back: no ring does both.
+        assert reach.paths(message_bytes("backward", shape)) == Paths(direct=frozenset(("col",)))
+        assert reached_bytes("backward", shape, reach)[1] == 2 * (ranks - 1)
 
 
 def test_auto_counts_what_is_left() -> None:
-    """Documents that two neighbours share: one hop on rings of two, nothing on the others."""
-    shape = CallShape(1, 64, 8, 8, 64, 64, 2, 4, 4, causal=True)
-    pairs = Visibility(tuple(0b11 << (p - p % 2) for p in range(16)))
-    assert choose_tile(16, shape) == choose_tile(16, shape, visibility=Visibility.full(16)) == Tile(4, 4)
-    assert choose_tile(16, shape, visibility=pairs) == Tile(2, 8)
-    for direction in DIRECTIONS:
-        sizes = message_bytes(direction, shape)
-        a_row = sum(size for (axis, _), size in sizes.items() if axis == "row")
-        assert reached_bytes(direction, shape, Reach(Tile(2, 8), pairs)) == (16 * a_row, 32)
+    """A window of one chunk makes the ring best, where it is far from it without."""
+    shape = CallShape(1, 64, 8, 2, 64, 64, 2, 4, 4, causal=True)
+    window = Visibility(tuple(1 << p | (1 << (p - 1) if p else 0) for p in range(16)))
+    assert choose_tile(16, shape) == choose_tile(16, shape, visibility=Visibility.full(16)) == Tile(2, 8)
+    assert choose_tile(16, shape, visibility=window) == Tile(1, 16)
+    moved = {
+        tile: sum(reached_bytes(direction, shape, Reach(tile, window))[0] for direction in DIRECTIONS)
+        for tile in tiles(16)
+    }
+    assert 3 * moved[Tile(1, 16)] < moved[Tile(2, 8)]
 
 
 def test_own_blocks_alone_move_nothing() -> None:

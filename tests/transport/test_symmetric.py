@@ -16,6 +16,7 @@ from cases import Shape
 from distributed import Case, assert_equals_oracle, assert_same_bits, run_cases
 from fake_streams import COMPUTE, Op, SharedMemory, Shuffled, Threaded, World
 from meshattn.plan.assignment import Assignment, Tile, tiles
+from meshattn.plan.hops import Paths
 from meshattn.testing import run_ranks
 from meshattn.transport.base import Message, Traffic, TransportError
 from meshattn.transport.slots import SlotLayout
@@ -244,7 +245,7 @@ def on_copy_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CopyEngine
     lock = threading.Lock()
     timeout = 30.0
 
-    def transports(mesh: Any, tile: Tile, device: torch.device, turned: Any) -> dict[str, Any]:
+    def transports(mesh: Any, tile: Tile, device: torch.device, paths: Paths) -> dict[str, Any]:
         whole = mesh.connection.transport
         assert isinstance(whole, ThreadTransport)
         if not hasattr(mesh, "fake_engine"):
@@ -258,7 +259,10 @@ def on_copy_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CopyEngine
             engines.append(mesh.fake_engine)
         made = {}
         for axis in ("row", "col"):
-            ring = mesh._ring(Assignment(tile, turned), axis)
+            if axis in paths.direct:
+                made[axis] = whole
+                continue
+            ring = mesh._ring(Assignment(tile, paths.turned), axis)
             if ring not in mesh.fake_rings:
                 mesh.fake_rings[ring] = SymmetricTransport(mesh.fake_engine, whole, whole.traffic)
             made[axis] = mesh.fake_rings[ring]
