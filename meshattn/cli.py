@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
+from meshattn.advice import compare_layouts
 from meshattn.plan.assignment import Assignment, Tile, tiles
 from meshattn.plan.cost import CallShape, choose_tile, costs
 from meshattn.plan.greedy import build
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        print(_schedule(args) if args.command == "schedule" else _assignment(args), flush=True)
+        print(COMMANDS[args.command](args), flush=True)
     except ValueError as error:
         parser.error(str(error))
     except BrokenPipeError:  # `meshattn ... | head` has read enough; nothing may be flushed at exit either
@@ -60,6 +61,25 @@ def _parser() -> argparse.ArgumentParser:
     _add_mesh(assignment, tile_required=True)
     assignment.add_argument("--rank", type=int, default=0, help="whose steps to print (default 0)")
     _add_shape(assignment)
+
+    layouts = commands.add_parser(
+        "layouts",
+        help="which layout suits a mask, and why",
+        description="Layouts under a causal mask or a sliding window: what a rank sends, how full the tiles "
+        "are that kernels compute, how even the ranks are.",
+    )
+    layouts.add_argument(
+        "--ranks", type=int, required=True, metavar="P", help="ranks that share one sequence"
+    )
+    layouts.add_argument(
+        "--window",
+        type=int,
+        nargs=2,
+        default=(-1, -1),
+        metavar=("LEFT", "RIGHT"),
+        help="keys seen before and after a query's own, -1 for no bound (the default); causal is RIGHT 0",
+    )
+    _add_shape(layouts)
     return parser
 
 
@@ -145,6 +165,17 @@ def _schedule(args: argparse.Namespace) -> str:
     return _table(rows, chosen) + "\n" + note
 
 
+def _layouts(args: argparse.Namespace) -> str:
+    if min(args.window) < -1:
+        raise ValueError(f"--window is {' '.join(map(str, args.window))}, but -1 is the least: no bound")
+    left, right = (None if size == -1 else size for size in args.window)
+    figures = compare_layouts(args.seq_len, args.ranks, _shape(args), left, 0 if args.causal else right)
+    best, *others = figures
+    lines = [f"take layout={best.layout!r}; time is that of the busiest rank of a nominal machine"]
+    lines += [f"  {each}, {each.time / best.time:.2f} times the time" for each in (best, *others)]
+    return "\n".join(lines)
+
+
 def _table(rows: Iterable[Row], chosen: Tile) -> str:
     head = [
         "tile",
@@ -198,3 +229,6 @@ def _assignment(args: argparse.Namespace) -> str:
         lines += [f"  {n:>3}  {describe_step(step, plan, args.rank)}" for n, step in enumerate(steps)]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+COMMANDS = {"schedule": _schedule, "assignment": _assignment, "layouts": _layouts}

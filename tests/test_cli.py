@@ -88,6 +88,8 @@ def test_wide_matrix_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
         ("schedule --ranks 6 --kv-heads 5", "--kv-heads is 5, but must divide the 32 query heads"),
         ("schedule --ranks 6 --seq-len 0", "--seq-len is 0"),
         ("assignment --ranks 6", "--tile"),
+        ("layouts --ranks 6 --window -2 0", "--window is -2 0, but -1 is the least"),
+        ("layouts --ranks 0", "--ranks is 0"),
         ("assignment --ranks 6 --tile 2x3 --rank 6", "--rank is 6, but ranks are 0 to 5"),
         ("", "command"),
         ("plan", "invalid choice"),
@@ -111,3 +113,12 @@ def test_module_is_the_command() -> None:
         check=False,
     )
     assert result.returncode == 0 and "tile 1x2" in result.stdout, result.stderr
+
+
+def test_windows_ask_for_contiguous_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    """And a plain causal mask for the default; every layout has a line with its figures."""
+    for arguments, best in (("--window 1024 0", "contiguous"), ("", "striped"), ("--no-causal", "striped")):
+        first, *lines = out(capsys, f"layouts --ranks 8 {arguments}").splitlines()
+        assert first.startswith(f"take layout='{best}'")
+        assert sorted(line.split()[0] for line in lines) == ["contiguous", "striped", "zigzag"]
+        assert lines[0].split()[0] == best and "1.00 times the time" in lines[0]

@@ -173,10 +173,14 @@ def peak_memory(direction: Direction, tile: Tile, shape: CallShape) -> int:
 
 def block_flops(direction: Direction, shape: CallShape) -> int:
     """Matrix work of a block: forward q k^T, p v; backward s, dp, dv, dq, dk. A causal one is half full."""
-    d, d_v = shape.head_dim, shape.head_dim_v
-    depth = d + d_v if direction == "forward" else 3 * d + 2 * d_v
-    flops = 2 * shape.query_rows * shape.chunk_keys * depth
+    flops = shape.query_rows * shape.chunk_keys * flops_per_pair(direction, shape)
     return flops // 2 if shape.causal else flops
+
+
+def flops_per_pair(direction: Direction, shape: CallShape) -> int:
+    """Matrix work of one query, key and head."""
+    d, d_v = shape.head_dim, shape.head_dim_v
+    return 2 * (d + d_v if direction == "forward" else 3 * d + 2 * d_v)
 
 
 def costs(direction: Direction, shape: CallShape) -> Costs:

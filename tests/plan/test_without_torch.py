@@ -42,7 +42,13 @@ def test_plan_imports_builds_and_checks() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["schedule --ranks 4 --ratio 1", "assignment --ranks 4 --tile 2x2", "--help"]
+    "command",
+    [
+        "schedule --ranks 4 --ratio 1",
+        "assignment --ranks 4 --tile 2x2",
+        "layouts --ranks 4 --window 512 0",
+        "--help",
+    ],
 )
 def test_command_line_runs(command: str) -> None:
     result = run(f"from meshattn.cli import main\nsys.exit(main({command.split()!r}))")
