@@ -3,9 +3,11 @@
     python benchmarks/sanitize.py                           every tool that suits the kernel
     python benchmarks/sanitize.py --tool memcheck --kernel hopper
 
-racecheck does not suit the Hopper kernels: it sees races between warps at the words through which Triton's own
-code hands tasks to the parts of a warp-specialised kernel (at the first line of the kernel and at its
-``warp_specialize``), which are ordered by named barriers, and would say so on every run. Needs compute-sanitizer on PATH. Every tensor gets memory of its own, so that a step beyond one is seen.
+Needs compute-sanitizer on PATH. Every tensor gets memory of its own, so that a step beyond one is seen.
+
+racecheck does not suit the Hopper kernels: it takes for races the words in shared memory by which Triton's own
+code hands work to the parts of a warp-specialised kernel. It reports these (a kernel's first line and its
+``warp_specialize``), and nothing else, on every run.
 """
 
 from __future__ import annotations
