@@ -5,8 +5,8 @@
 
 Needs compute-sanitizer on PATH. Every tensor gets memory of its own, so that a step beyond one is seen.
 
-racecheck does not suit the Hopper kernels: it takes for races the words in shared memory by which Triton's own
-code hands work to the parts of a warp-specialised kernel. It reports these (a kernel's first line and its
+racecheck does not suit the Hopper kernels: it takes for races the words in shared memory by which Triton's
+own code hands work to the parts of a warp-specialised kernel. It reports these (a kernel's first line and its
 ``warp_specialize``), and nothing else, on every run.
 """
 
