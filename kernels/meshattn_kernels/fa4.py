@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from meshattn_kernels.plain_blocks import PlainBlocks
+
+_one_at_a_time = threading.Lock()  # its compiler keeps global state, which two threads spoil
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Fa4Kernel(PlainBlocks):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        with torch.cuda.device(q.device):
+        with _one_at_a_time, torch.cuda.device(q.device):
             out, lse, *_ = _interface()._flash_attn_fwd(
                 q, k, v, softmax_scale=softmax_scale, causal=causal, return_lse=True
             )
@@ -45,7 +48,7 @@ class Fa4Kernel(PlainBlocks):
     ) -> tuple[Tensor, Tensor, Tensor]:
         # It forms rowsum(do * out) - dlse, dlse being the gradient of lse: with out 0 that is delta.
         out = torch.zeros_like(do, memory_format=torch.contiguous_format)
-        with torch.cuda.device(q.device):
+        with _one_at_a_time, torch.cuda.device(q.device):
             dq, dk, dv, *_ = _interface()._flash_attn_bwd(
                 q, k, v, out, do, lse.contiguous(), softmax_scale=softmax_scale, causal=causal,
                 deterministic=self.deterministic, dlse=-delta,

@@ -64,6 +64,8 @@ def merge_kernel(
     weight = tl.exp(lse - finite_pivot)
     other_weight = tl.exp(other_lse - finite_pivot)
     total = weight + other_weight
+    # Several threads have read the lse of a row, and one of them writes it: first all must have read.
+    tl.debug_barrier()
     tl.store(lse_ptr + row * lse_c, pivot + tl.log(total), mask=real)
     # The greater of the two weights is 1, so only rows empty on both sides have a total below 1.
     total = tl.maximum(total, 1.0)

@@ -113,6 +113,25 @@ def test_an_empty_side_changes_no_bit() -> None:
     assert torch.equal(merged_out, out) and torch.equal(merged_lse, lse)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter runs one thread")
+@pytest.mark.parametrize("D", [1, 8, 16, 32, 64, 96, 128, 256])
+def test_many_rows_merge_alike_on_every_run(D: int) -> None:
+    """Threads that share a row must not read what one of them has already written."""
+    shape = Shape(B=2, S=3001, H=4, H_kv=4, D=D)
+    (out, lse), other = partial(shape, torch.float32, 0), partial(shape, torch.float32, 4)
+    expected_out, expected_lse = out.double(), lse.double()
+    merge_partial(expected_out, expected_lse, *(x.double() for x in other))
+    runs = [(out.clone(), lse.clone()) for _ in range(10)]
+    for run in runs:
+        launch_merge(*run, *other)
+    for merged_out, merged_lse in runs:
+        assert torch.equal(merged_out, runs[0][0]) and torch.equal(merged_lse, runs[0][1])
+    assert float((runs[0][0] - expected_out).abs().max()) < 1e-5
+    finite = expected_lse.isfinite()
+    assert torch.equal(runs[0][1].isfinite(), finite)
+    assert float((runs[0][1] - expected_lse)[finite].abs().max()) < 1e-5
+
+
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
 def test_on_a_gpu_neither_makes_a_temporary() -> None:
     shape = Shape(B=1, S=4096, H=8, H_kv=8, D=128)
