@@ -18,10 +18,9 @@ from torch.autograd.function import FunctionCtx
 from meshattn import engine
 from meshattn.masks import BlockMasks, checked_window
 from meshattn.mesh import AttentionMesh
-from meshattn.plan.assignment import Assignment, Tile
-from meshattn.plan.cost import CallShape, costs, message_bytes
-from meshattn.plan.greedy import build
-from meshattn.plan.schedule import Direction
+from meshattn.plan.assignment import Tile
+from meshattn.plan.cost import CallShape
+from meshattn.plan.route import Route
 from meshattn.sequence import ShardedSequence
 from meshattn.transport.base import TransportError
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
@@ -362,8 +361,8 @@ def _plan(
     tile = tile or mesh.tile_for(shape, masks.visibility)
     return engine.Call(
         rank=mesh.rank,
-        forward=_plan_pass("forward", mesh, tile, shape, masks, q.device),
-        backward=_plan_pass("backward", mesh, tile, shape, masks, q.device),
+        forward=_plan_pass(mesh, masks.route("forward", shape, tile, mesh.rank), q.device),
+        backward=_plan_pass(mesh, masks.route("backward", shape, tile, mesh.rank), q.device),
         kernel=kernel,
         intervals=masks.block,
         batch=batch,
@@ -381,20 +380,12 @@ def _plan(
     )
 
 
-def _plan_pass(
-    direction: Direction,
-    mesh: AttentionMesh,
-    tile: Tile,
-    shape: CallShape,
-    masks: BlockMasks,
-    device: torch.device,
-) -> engine.PassPlan:
-    paths = masks.reach(tile).paths(message_bytes(direction, shape))
+def _plan_pass(mesh: AttentionMesh, route: Route, device: torch.device) -> engine.PassPlan:
     return engine.PassPlan(
-        schedule=build(direction, tile, costs(direction, shape), direct=paths.direct),
-        assignment=Assignment(tile, paths.turned),
-        hops=masks.hops(tile, mesh.rank, paths),
-        transports=mesh.transports(tile, device, paths),
+        schedule=route.schedule,
+        assignment=route.assignment,
+        hops=route.hops,
+        transports=mesh.transports(route.schedule.tile, device, route.paths),
     )
 
 

@@ -29,7 +29,10 @@ from torch import Tensor
 from meshattn.documents import Documents
 from meshattn.layouts import Layout, Piece
 from meshattn.plan.assignment import Tile
-from meshattn.plan.hops import Hops, Paths, Reach, Visibility
+from meshattn.plan.cost import CallShape
+from meshattn.plan.hops import Reach, Visibility
+from meshattn.plan.route import Route, route
+from meshattn.plan.schedule import Direction
 from meshattn_kernels.intervals import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals
 
 
@@ -178,7 +181,7 @@ class BlockMasks:
         self.rule, self.q_layout, self.kv_layout = rule, q_layout, kv_layout
         self._known: dict[tuple[int, int], Intervals] = {}
         self._reaches: dict[Tile, Reach] = {}
-        self._hops: dict[tuple[Tile, int, Paths], Hops] = {}
+        self._routes: dict[tuple[Direction, CallShape, Tile, int], Route] = {}
 
     @property
     def gives_plain_blocks(self) -> bool:
@@ -196,12 +199,12 @@ class BlockMasks:
             self._reaches[tile] = Reach(tile, self.visibility)
         return self._reaches[tile]
 
-    def hops(self, tile: Tile, rank: int, paths: Paths) -> Hops:
-        """The hops of a rank that take place on a tile: those of chunks that some block needs."""
-        key = (tile, rank, paths)
-        if key not in self._hops:
-            self._hops[key] = self.reach(tile).hops(rank, paths)
-        return self._hops[key]
+    def route(self, direction: Direction, shape: CallShape, tile: Tile, rank: int) -> Route:
+        """What a pass of a rank does where these masks leave blocks empty."""
+        key = (direction, shape, tile, rank)
+        if key not in self._routes:
+            self._routes[key] = route(direction, shape, self.reach(tile), rank)
+        return self._routes[key]
 
     def block(self, i: int, j: int) -> Intervals:
         """Intervals of query chunk i against key chunk j, on the CPU."""

@@ -19,6 +19,7 @@ from .cost import (
 from .greedy import build
 from .hops import Hops, Paths, Reach, Visibility, hops_of
 from .makespan import makespan
+from .route import Route, route
 from .schedule import Block, Channels, Costs, Direction, Merge, Payload, Schedule, Slots, Step, Transfer
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Paths",
     "Payload",
     "Reach",
+    "Route",
     "Schedule",
     "Slots",
     "Step",
@@ -53,6 +55,7 @@ __all__ = [
     "num_hops",
     "payload_bytes",
     "peak_memory",
+    "route",
     "tight_bound",
     "tiles",
     "total_bytes",
