@@ -24,6 +24,7 @@ from meshattn_kernels import (
     AccumulatorKind,
     AttentionKernel,
     BandIntervals,
+    Intervals,
     accumulator_dtype,
     get_kernel,
 )
@@ -94,12 +95,14 @@ class Ours:
     kernel: AttentionKernel
     case: Case
     inputs: Inputs
+    mask: Intervals | None = None
+    """None is the mask of the case."""
 
     def __post_init__(self) -> None:
         case = self.case
         self.scale = case.head_dim**-0.5
         low = 0 if case.causal else -UNBOUNDED
-        self.intervals = BandIntervals(low, UNBOUNDED, case.rows, case.num_keys)
+        self.intervals = self.mask or BandIntervals(low, UNBOUNDED, case.rows, case.num_keys)
         self.dtype = self.inputs.q.dtype
         exact = accumulator_dtype(self.dtype)
         self.out, self.dkv = self._poisoned("out", exact), self._poisoned("dkv", exact)

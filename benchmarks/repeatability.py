@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from attention_cases import SCHEDULES, Case
 from contenders import Ours, make_inputs, our_kernel
 from harness import REPORTS, Machine, Record
 from kernel_report import publish
+from meshattn_kernels import ArrayIntervals
 
 BENCHMARK = "repeatability"
 HEADS = ((8, 8), (8, 2), (8, 1))
@@ -125,25 +126,48 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _cases(head_dims: Sequence[int], rows: int) -> list[Case]:
+@dataclass(frozen=True)
+class Setting:
+    """A case; ``documents`` are a third mask beside full and causal, given by arrays."""
+
+    case: Case
+    documents: bool
+
+    def __str__(self) -> str:
+        return str(self.case).replace("full", "documents") if self.documents else str(self.case)
+
+    def mask(self, device: torch.device) -> ArrayIntervals | None:
+        """Random documents one behind the other, causal in each."""
+        if not self.documents:
+            return None
+        rows = self.case.rows
+        generator = torch.Generator().manual_seed(0)
+        row = torch.arange(rows, dtype=torch.int32)
+        begins = row * (torch.rand(rows, generator=generator) < 8 / rows)
+        return ArrayIntervals(begins.cummax(0).values.int().to(device), (row + 1).to(device), rows, rows)
+
+
+def _settings(head_dims: Sequence[int], rows: int, documents: bool = True) -> list[Setting]:
+    masks = [(False, False), (True, False), *([(False, True)] if documents else [])]
     return [
-        Case(head_dim, causal, rows, 1, heads, kv_heads)
+        Setting(Case(head_dim, causal, rows, 1, heads, kv_heads), documents)
         for head_dim in head_dims
-        for causal in (False, True)
+        for causal, documents in masks
         for heads, kv_heads in HEADS
     ]
 
 
-def _make(kernel: str, case: Case, device: torch.device, **options: object) -> Ours:
+def _make(kernel: str, setting: Setting, device: torch.device, **options: object) -> Ours:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     made: Any = our_kernel(kernel)
-    return Ours(replace(made, **options) if options else made, case, make_inputs(case, device, dtype))
+    inputs = make_inputs(setting.case, device, dtype)
+    return Ours(replace(made, **options) if options else made, setting.case, inputs, setting.mask(device))
 
 
-def _none_differ(case: Case, what: str, differing: int, repeats: int) -> Record:
+def _none_differ(setting: Setting, what: str, differing: int, repeats: int) -> Record:
     return Record(
         BENCHMARK,
-        str(case),
+        str(setting),
         f"{what}: of {repeats} repeats differ",
         differing,
         "wanted 0",
@@ -153,24 +177,24 @@ def _none_differ(case: Case, what: str, differing: int, repeats: int) -> Record:
 
 def _again(options: argparse.Namespace, device: torch.device) -> Iterable[Record]:
     """Every schedule, and the control."""
-    for case in _cases(options.head_dim, options.rows):
+    for setting in _settings(options.head_dim, options.rows):
         if device.type == "cpu":
             kernels: Sequence[str] = ("reference",)
         else:
-            cyclic = "symmetric_shift" if case.causal else "shift"
-            kernels = ("hopper", *(f"hopper@{name}" for name in (*SCHEDULES, cyclic)), *PORTABLE)
+            cyclic = ["symmetric_shift"] if setting.case.causal else [] if setting.documents else ["shift"]
+            kernels = ("hopper", *(f"hopper@{name}" for name in (*SCHEDULES, *cyclic)), *PORTABLE)
         for kernel in kernels:
             try:
-                repeats = Repeats(_make(kernel, case, device))
+                repeats = Repeats(_make(kernel, setting, device))
             except ValueError as refusal:
-                print(f"{case} {kernel}: refused, {refusal}")
+                print(f"{setting} {kernel}: refused, {refusal}")
                 continue
-            yield _none_differ(case, kernel, repeats.count(options.repeats), options.repeats)
+            yield _none_differ(setting, kernel, repeats.count(options.repeats), options.repeats)
         if device.type == "cuda":
-            differing = Repeats(_make("hopper-unordered", case, device)).count(options.repeats)
+            differing = Repeats(_make("hopper-unordered", setting, device)).count(options.repeats)
             yield Record(
                 BENCHMARK,
-                str(case),
+                str(setting),
                 f"hopper-unordered: of {options.repeats} repeats differ",
                 differing,
                 "wanted more than 0",
@@ -190,24 +214,24 @@ def _under_load(options: argparse.Namespace, device: torch.device) -> Iterable[R
             for x in (small, large, small):
                 torch.mm(x, x)
 
-    for case in _cases(options.head_dim, options.rows):
+    for setting in _settings(options.head_dim, options.rows):
         for kernel in ("hopper", *PORTABLE):
-            repeats = Repeats(_make(kernel, case, device))
+            repeats = Repeats(_make(kernel, setting, device))
             differing = repeats.count(options.repeats, load)
             torch.cuda.synchronize()
-            yield _none_differ(case, f"{kernel} beside a loaded stream", differing, options.repeats)
+            yield _none_differ(setting, f"{kernel} beside a loaded stream", differing, options.repeats)
 
 
 def _with_fewer_workers(options: argparse.Namespace, device: torch.device) -> Iterable[Record]:
     if device.type == "cpu":
         return
-    for case in _cases(options.head_dim, options.rows):
+    for setting in _settings(options.head_dim, options.rows, documents=False):
         for kernel in ("hopper", "triton-dash"):
-            repeats = Repeats(_make(kernel, case, device))
+            repeats = Repeats(_make(kernel, setting, device))
             for workers in WORKERS:
-                repeats.adopt(_make(kernel, case, device, workers=workers))
+                repeats.adopt(_make(kernel, setting, device, workers=workers))
                 each = -(-options.repeats // len(WORKERS))
-                yield _none_differ(case, f"{kernel}, workers={workers}", repeats.count(each), each)
+                yield _none_differ(setting, f"{kernel}, workers={workers}", repeats.count(each), each)
 
 
 def _beside_a_resident_kernel(options: argparse.Namespace, device: torch.device) -> Iterable[Record]:
@@ -219,11 +243,11 @@ def _beside_a_resident_kernel(options: argparse.Namespace, device: torch.device)
 
     total = torch.cuda.get_device_properties(device).multi_processor_count
     stream = torch.cuda.Stream()
-    for case in _cases(options.head_dim, options.rows):
-        repeats = Repeats(_make("hopper", case, device))
+    for setting in _settings(options.head_dim, options.rows, documents=False):
+        repeats = Repeats(_make("hopper", setting, device))
         for held in (n for n in OCCUPIED if n <= total):
             workers = total - held or None
-            repeats.adopt(_make("hopper", case, device, workers=workers))
+            repeats.adopt(_make("hopper", setting, device, workers=workers))
             repeats.run()
             differing = meanwhile = 0
             for _ in range(_quarter(options.repeats)):
@@ -236,7 +260,7 @@ def _beside_a_resident_kernel(options: argparse.Namespace, device: torch.device)
                 differing += int(repeats.differ(now))
             count = _quarter(options.repeats)
             what = f"hopper, {held} multiprocessors held, workers={workers}, {meanwhile} done meanwhile"
-            yield _none_differ(case, what, differing, count)
+            yield _none_differ(setting, what, differing, count)
 
 
 def _quarter(repeats: int) -> int:
@@ -275,9 +299,9 @@ def _bits(x: Tensor) -> Tensor:
 def _digests(head_dims: Sequence[int], device: torch.device, rows: int) -> dict[str, str]:
     kernels = ("hopper", *PORTABLE) if device.type == "cuda" else ("reference",)
     return {
-        f"{kernel} {case}": Repeats(_make(kernel, case, device)).digest()
+        f"{kernel} {setting}": Repeats(_make(kernel, setting, device)).digest()
         for kernel in kernels
-        for case in _cases(head_dims, rows)
+        for setting in _settings(head_dims, rows)
     }
 
 
