@@ -20,7 +20,8 @@ from meshattn.masks import BlockMasks, checked_window
 from meshattn.mesh import AttentionMesh
 from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape
-from meshattn.plan.route import Route
+from meshattn.plan.route import route
+from meshattn.plan.schedule import Direction
 from meshattn.sequence import ShardedSequence
 from meshattn.transport.base import TransportError
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
@@ -361,8 +362,8 @@ def _plan(
     tile = tile or mesh.tile_for(shape, masks.visibility)
     return engine.Call(
         rank=mesh.rank,
-        forward=_plan_pass(mesh, masks.route("forward", shape, tile, mesh.rank), q.device),
-        backward=_plan_pass(mesh, masks.route("backward", shape, tile, mesh.rank), q.device),
+        forward=_plan_pass("forward", mesh, shape, tile, masks, q.device),
+        backward=_plan_pass("backward", mesh, shape, tile, masks, q.device),
         kernel=kernel,
         intervals=masks.block,
         batch=batch,
@@ -380,12 +381,20 @@ def _plan(
     )
 
 
-def _plan_pass(mesh: AttentionMesh, route: Route, device: torch.device) -> engine.PassPlan:
+def _plan_pass(
+    direction: Direction,
+    mesh: AttentionMesh,
+    shape: CallShape,
+    tile: Tile,
+    masks: BlockMasks,
+    device: torch.device,
+) -> engine.PassPlan:
+    taken = route(direction, shape, tile, masks.visibility, mesh.rank)
     return engine.PassPlan(
-        schedule=route.schedule,
-        assignment=route.assignment,
-        hops=route.hops,
-        transports=mesh.transports(route.schedule.tile, device, route.paths),
+        schedule=taken.schedule,
+        assignment=taken.assignment,
+        hops=taken.hops,
+        transports=mesh.transports(tile, device, taken.paths),
     )
 
 

@@ -28,11 +28,7 @@ from torch import Tensor
 
 from meshattn.documents import Documents
 from meshattn.layouts import Layout, Piece
-from meshattn.plan.assignment import Tile
-from meshattn.plan.cost import CallShape
-from meshattn.plan.hops import Reach, Visibility
-from meshattn.plan.route import Route, route
-from meshattn.plan.schedule import Direction
+from meshattn.plan.hops import Visibility
 from meshattn_kernels.intervals import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals
 
 
@@ -180,8 +176,6 @@ class BlockMasks:
     def __init__(self, rule: MaskRule, q_layout: Layout, kv_layout: Layout) -> None:
         self.rule, self.q_layout, self.kv_layout = rule, q_layout, kv_layout
         self._known: dict[tuple[int, int], Intervals] = {}
-        self._reaches: dict[Tile, Reach] = {}
-        self._routes: dict[tuple[Direction, CallShape, Tile, int], Route] = {}
 
     @property
     def gives_plain_blocks(self) -> bool:
@@ -192,19 +186,6 @@ class BlockMasks:
     def visibility(self) -> Visibility:
         """Which blocks have anything to compute."""
         return visible_blocks(self.rule, self.q_layout, self.kv_layout)
-
-    def reach(self, tile: Tile) -> Reach:
-        """Where on its ring each chunk of a tile is needed."""
-        if tile not in self._reaches:
-            self._reaches[tile] = Reach(tile, self.visibility)
-        return self._reaches[tile]
-
-    def route(self, direction: Direction, shape: CallShape, tile: Tile, rank: int) -> Route:
-        """What a pass of a rank does where these masks leave blocks empty."""
-        key = (direction, shape, tile, rank)
-        if key not in self._routes:
-            self._routes[key] = route(direction, shape, self.reach(tile), rank)
-        return self._routes[key]
 
     def block(self, i: int, j: int) -> Intervals:
         """Intervals of query chunk i against key chunk j, on the CPU."""

@@ -15,6 +15,7 @@ from meshattn.masks import MaskRule, block_intervals, visible_blocks
 from meshattn.plan.assignment import Assignment, tiles
 from meshattn.reference import visible_pairs
 from meshattn_kernels.intervals import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals
+from meshattn_kernels.tile_ranges import visible_ranges
 
 KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 WINDOWS = [(-1, -1), (0, 0), (1, -1), (-1, 2), (3, 1), (8, 5)]
@@ -290,3 +291,16 @@ def test_documents_must_fit_each_other_and_the_sequences() -> None:
     layout = cut("striped", 6, 2)
     with pytest.raises(ValueError, match="cu_seqlens_q ends at 7, beyond the sequence length 6"):
         block_intervals(MaskRule(documents=Documents((0, 7), (0, 6))), layout, 0, layout, 1)
+
+
+@pytest.mark.parametrize(("seq_len", "ranks", "window"), [(8192, 4, 1024), (10007, 5, 700), (6000, 3, 2500)])
+def test_windows_of_contiguous_chunks_fill_their_tiles(seq_len: int, ranks: int, window: int) -> None:
+    """Computed tiles of 64 rows by 128 keys: at most 1.2 times the ideal, and one more a block of rows."""
+    layout, rule = cut("contiguous", seq_len, ranks), MaskRule.build(causal=True, window_size=(window, 0))
+    computed = pairs = 0
+    for i in range(ranks):
+        for j in range(ranks):
+            block = block_intervals(rule, layout, i, layout, j)
+            computed += visible_ranges(block, layout.rows, layout.rows, 64, 128).pairs
+            pairs += block.num_pairs
+    assert computed <= 1.2 * pairs / (64 * 128) + ranks * -(-layout.rows // 64)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from .assignment import Assignment
+from .assignment import Assignment, Tile
 from .cost import CallShape, costs, message_bytes
 from .greedy import build
-from .hops import Hops, Paths, Reach
+from .hops import Hops, Paths, Reach, Visibility
 from .schedule import Direction, Schedule
 
 
@@ -21,12 +22,19 @@ class Route:
     hops: Hops
 
 
-def route(direction: Direction, shape: CallShape, reach: Reach, rank: int) -> Route:
-    """The route of a pass over the tile and the masks of ``reach``: a pure function of its arguments."""
+@lru_cache(maxsize=256)
+def route(direction: Direction, shape: CallShape, tile: Tile, visibility: Visibility, rank: int) -> Route:
+    """The route of a pass where masks leave these blocks: a pure function of its arguments."""
+    reach = _reach(tile, visibility)
     paths = reach.paths(message_bytes(direction, shape))
     return Route(
-        schedule=build(direction, reach.tile, costs(direction, shape), direct=paths.direct),
+        schedule=build(direction, tile, costs(direction, shape), direct=paths.direct),
         paths=paths,
-        assignment=Assignment(reach.tile, paths.turned),
+        assignment=Assignment(tile, paths.turned),
         hops=reach.hops(rank, paths),
     )
+
+
+@lru_cache(maxsize=64)
+def _reach(tile: Tile, visibility: Visibility) -> Reach:
+    return Reach(tile, visibility)
