@@ -35,6 +35,12 @@ def _sdpa() -> AttentionKernel:
     return SdpaKernel()
 
 
+def _cudnn() -> AttentionKernel:
+    from meshattn_kernels.sdpa import CudnnKernel
+
+    return CudnnKernel()
+
+
 def _fa4() -> AttentionKernel:
     from meshattn_kernels.fa4 import Fa4Kernel
 
@@ -47,6 +53,7 @@ _KERNELS: dict[str, Callable[[], AttentionKernel]] = {
     "triton": _triton,
     "triton-dash": _triton_dash,
     "sdpa": _sdpa,
+    "cudnn": _cudnn,
     "fa4": _fa4,
 }
 

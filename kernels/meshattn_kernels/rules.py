@@ -30,7 +30,9 @@ HOPPER_OLDEST_TRITON, HOPPER_FIRST_UNKNOWN_TRITON = (3, 6), (3, 8)
 LEAST_CAPABILITY = (8, 0)
 MAX_HEAD_DIM = 256
 FLASH_HEAD_DIM_STEP = 8
-FA4_MAX_HEAD_DIM = 128
+PEER_MAX_HEAD_DIM = 128
+"""Of cuDNN and of FlashAttention-4."""
+OLDEST_CUDNN = 90000
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -43,6 +45,7 @@ class Platform:
     capability      compute capability of a GPU, else None.
     triton          (major, minor) of triton, None where it is not installed.
     interpreted     whether Triton's interpreter runs its kernels (TRITON_INTERPRET=1), on any device.
+    cudnn           whether PyTorch has a cuDNN from 9.0 on.
     fa4             whether flash-attn-4 is installed.
     """
 
@@ -50,6 +53,7 @@ class Platform:
     capability: Capability | None = None
     triton: tuple[int, int] | None = None
     interpreted: bool = False
+    cudnn: bool = False
     fa4: bool = False
 
     @staticmethod
@@ -61,7 +65,8 @@ class Platform:
         if on_gpu or "TRITON_INTERPRET" in os.environ:
             version, interpreted = _triton()
         capability = torch.cuda.get_device_capability(device) if on_gpu else None
-        return Platform(device.type, capability, version, interpreted, on_gpu and _has_fa4())
+        installed = {"cudnn": _has_cudnn(), "fa4": _has_fa4()} if on_gpu else {}
+        return Platform(device.type, capability, version, interpreted, **installed)
 
 
 @dataclass(frozen=True)
@@ -151,16 +156,12 @@ def sdpa_refusal(request: Request) -> Refusal:
     return _plain_masks("sdpa", request)
 
 
+def cudnn_refusal(request: Request) -> Refusal:
+    return _peer_refusal("cudnn", "cuDNN 9", request.platform.cudnn, request)
+
+
 def fa4_refusal(request: Request) -> Refusal:
-    platform = request.platform
-    if platform.device != "cuda" or platform.capability is None or platform.capability[0] not in (9, 10):
-        return f"q is on {request.place}; kernel 'fa4' runs on compute capability 9.x and 10.x"
-    if not platform.fa4:
-        return "flash-attn-4 is not installed; kernel 'fa4' needs it"
-    if request.dtype not in _HALF:
-        return f"q is {request.dtype}; kernel 'fa4' takes bfloat16 and float16"
-    refused = _head_dims("fa4", request, FLASH_HEAD_DIM_STEP, FA4_MAX_HEAD_DIM)
-    return refused or _plain_masks("fa4", request)
+    return _peer_refusal("fa4", "flash-attn-4", request.platform.fa4, request)
 
 
 RULES: dict[str, Callable[[Request], Refusal]] = {
@@ -169,6 +170,7 @@ RULES: dict[str, Callable[[Request], Refusal]] = {
     "triton": triton_refusal("triton"),
     "triton-dash": triton_refusal("triton-dash"),
     "sdpa": sdpa_refusal,
+    "cudnn": cudnn_refusal,
     "fa4": fa4_refusal,
 }
 """By the name of the kernel: why it does not serve a request, None if it does."""
@@ -218,6 +220,18 @@ def _way_out(request: Request) -> str:
     return f"Choose {' or '.join(serving)}" + (" (which is slow)" if len(serving) == 1 else "")
 
 
+def _peer_refusal(name: str, package: str, installed: bool, request: Request) -> Refusal:
+    capability = request.platform.capability
+    if request.platform.device != "cuda" or capability is None or capability[0] not in (9, 10):
+        return f"q is on {request.place}; kernel {name!r} runs on compute capability 9.x and 10.x"
+    if not installed:
+        return f"{package} is not installed; kernel {name!r} needs it"
+    if request.dtype not in _HALF:
+        return f"q is {request.dtype}; kernel {name!r} takes bfloat16 and float16"
+    refused = _head_dims(name, request, FLASH_HEAD_DIM_STEP, PEER_MAX_HEAD_DIM)
+    return refused or _plain_masks(name, request)
+
+
 def _head_dims(name: str, request: Request, step: int, largest: int) -> Refusal:
     for tensors, dim in (("q and k", request.head_dim), ("v", request.head_dim_v)):
         if dim % step or not step <= dim <= largest:
@@ -248,6 +262,12 @@ def _triton() -> tuple[tuple[int, int] | None, bool]:
         return None, False
     major, minor = (int(part) for part in triton.__version__.split(".")[:2])
     return (major, minor), bool(triton.knobs.runtime.interpret)
+
+
+@lru_cache(maxsize=1)
+def _has_cudnn() -> bool:
+    version: int | None = torch.backends.cudnn.version()
+    return version is not None and version >= OLDEST_CUDNN
 
 
 @lru_cache(maxsize=1)

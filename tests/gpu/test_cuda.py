@@ -68,11 +68,14 @@ CASES = [
     ("hopper", Case(Tile(2, 3), Shape(B=1, S=4099, H=4, H_kv=1, D=128), "contiguous", dtype=FP16)),
     ("sdpa", Case(Tile(2, 2), Shape(B=2, S=517, H=6, H_kv=3, D=64), dtype=BF16)),
     ("sdpa", Case(Tile(1, 3), Shape(B=1, S=611, H=4, H_kv=1, D=128), "contiguous", dtype=FP16)),
+    ("cudnn", Case(Tile(2, 2), Shape(B=2, S=517, H=6, H_kv=3, D=64), dtype=BF16)),
+    ("cudnn", Case(Tile(1, 3), Shape(B=1, S=611, H=4, H_kv=1, D=128, D_v=64), "contiguous", dtype=FP16)),
     ("fa4", Case(Tile(2, 2), Shape(B=2, S=517, H=6, H_kv=3, D=64), dtype=BF16)),
     ("fa4", Case(Tile(1, 3), Shape(B=1, S=611, H=4, H_kv=1, D=128), "contiguous", dtype=FP16)),
     ("fa4", Case(Tile(2, 1), Shape(B=1, S=403, H=4, H_kv=4, D=128), causal=False, dtype=BF16)),
 ]
-REPEATING = [(kernel, case) for kernel, case in CASES if kernel != "sdpa"]
+UNORDERED = ("sdpa", "cudnn")
+REPEATING = [(kernel, case) for kernel, case in CASES if kernel not in UNORDERED]
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,7 +91,7 @@ def options_of(kernel: str | None, case: Case) -> dict[str, Any]:
         refused = RULES[kernel](Request(platform, case.dtype, case.shape.D, case.shape.head_dim_v))
         if refused is not None:
             pytest.skip(refused)
-    return {"device": "cuda", "kernel": kernel, "deterministic": kernel != "sdpa"}
+    return {"device": "cuda", "kernel": kernel, "deterministic": kernel not in UNORDERED}
 
 
 @pytest.mark.parametrize("kernel, case", CASES, ids=str)

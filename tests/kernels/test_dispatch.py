@@ -22,8 +22,8 @@ PLATFORMS = [
     Platform("mps"),
     Platform("cpu", triton=(3, 7), interpreted=True),
     *(
-        Platform("cuda", capability, triton, fa4=fa4)
-        for capability, triton, fa4 in product(CAPABILITIES, TRITONS, (False, True))
+        Platform("cuda", capability, triton, cudnn=peers, fa4=peers)
+        for capability, triton, peers in product(CAPABILITIES, TRITONS, (False, True))
     ),
     Platform("cuda", (9, 0), (3, 6), interpreted=True),
 ]
@@ -74,6 +74,7 @@ def test_what_is_installed_beside_and_the_mask_change_no_choice() -> None:
             platform.capability,
             platform.triton,
             platform.interpreted,
+            cudnn=not platform.cudnn,
             fa4=not platform.fa4,
         )
         changed = Request(other, request.dtype, request.head_dim, request.head_dim_v, not request.plain_mask)
@@ -168,4 +169,4 @@ def test_every_rule_has_a_kernel_of_its_name() -> None:
     for name in kernel_names():
         kernel = get_kernel(name)
         assert kernel.name == name
-        assert kernel.deterministic is (name != "sdpa")
+        assert kernel.deterministic is (name not in ("sdpa", "cudnn"))

@@ -104,7 +104,7 @@ def cuts_of(shape: Shape) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["sdpa", "fa4"])
+@pytest.mark.parametrize("name", ["sdpa", "cudnn", "fa4"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
