@@ -266,7 +266,7 @@ def _triton() -> tuple[tuple[int, int] | None, bool]:
 
 @lru_cache(maxsize=1)
 def _has_cudnn() -> bool:
-    version: int | None = torch.backends.cudnn.version()
+    version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return version is not None and version >= OLDEST_CUDNN
 
 
