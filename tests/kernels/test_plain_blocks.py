@@ -62,8 +62,10 @@ def test_other_blocks_are_refused() -> None:
 
 
 def run(kernel: PlainBlocks, inputs: Inputs, cuts: list[int], lo: int, n_q: int, scale: float) -> Results:
-    """All results of causal attention (row s sees the keys up to s - lo), a block for every run of keys. Memory
-    starts as NaN, and so do the rows from n_q on."""
+    """All results of causal attention (row s sees the keys up to s - lo), a block for every run of keys.
+
+    Memory starts as NaN, and so do the rows from n_q on.
+    """
     q, k, v, do = (x.clone() for x in inputs)
     q[:, n_q:] = do[:, n_q:] = math.nan
     sizes = {"batch": len(q), "heads": q.shape[2], "kv_heads": k.shape[2]}
