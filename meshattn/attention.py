@@ -29,6 +29,7 @@ from meshattn_kernels.contract import accumulator_dtype
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HEAD_DIM_STEP = 8
+_KEPT_CALLS = 32  # kinds of calls on one sequence that are not checked again: those of all layers of a model
 
 
 def mesh_attention(
@@ -166,6 +167,14 @@ class _Options:
         return {name: str(value) for name, value in vars(self).items()}
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """A call that was checked and planned. One that looks the same needs only the ranks' agreement."""
+
+    call: engine.Call
+    statement: dict[str, str]
+
+
 def attend(
     name: str,
     q: Tensor,
@@ -180,9 +189,45 @@ def attend(
         raise ValueError(f"seq is a {type(seq).__name__}: pass what mesh.sequence(seq_len) returns")
     mesh = seq.mesh
     mesh.require_open()
+    keys = seq if kv_seq is None else kv_seq
+    looks = _looks(name, q, k, v, kv_seq, options)
+    ready = seq.ready.get(looks)
+    if ready is None:
+        ready = seq.ready[looks] = _make_ready(name, q, k, v, seq, keys, options)
+        if len(seq.ready) > _KEPT_CALLS:
+            seq.ready.popitem(last=False)
+    else:
+        mesh.agreement.enter(name, ready.statement)
+    q, k, v = _autocast(q, k, v)
+    q, k, v = seq.without_gaps(q), keys.without_gaps(k), keys.without_gaps(v)
+    out, lse = _Attention.apply(q, k, v, mesh, ready.call)  # type: ignore[no-untyped-call]
+    out = seq.without_gaps(out)
+    return (out, lse) if options.return_lse else out
+
+
+def _looks(name: str, q: Tensor, k: Tensor, v: Tensor, kv_seq: object, options: _Options) -> object:
+    """What a call on a sequence is checked for and planned from. A new object if it cannot be right."""
+    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+        return object()
+    kind, grad = q.device.type, torch.is_grad_enabled()
+    tensors = tuple((x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in (q, k, v))
+    cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return name, tensors, grad, cast, kv_seq, repr(options)
+
+
+def _make_ready(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq: ShardedSequence,
+    keys: ShardedSequence,
+    options: _Options,
+) -> _Ready:
+    """Check a call on this rank and with all others, and plan it. Collective."""
+    mesh = seq.mesh
     error: Exception | None = None
     chosen = str(options.kernel)
-    keys = seq if kv_seq is None else kv_seq
     try:
         _check_keys(seq, keys)
         _check_options(options)
@@ -199,13 +244,10 @@ def attend(
         if isinstance(sequence, ShardedSequence):
             sequence.agree(error)
     # Ranks with other GPUs or versions may choose other kernels, whose accumulators do not fit together.
-    mesh.agreement.enter(name, _statement(q, k, v, seq, keys, options) | {"kernel": chosen}, error)
+    statement = _statement(q, k, v, seq, keys, options) | {"kernel": chosen}
+    mesh.agreement.enter(name, statement, error)
     ring = Tile(1, mesh.size) if name == "ring_attention" else None
-    call = _plan(mesh, masks, q, k, v, options, local, ring)
-    q, k, v = seq.without_gaps(q), keys.without_gaps(k), keys.without_gaps(v)
-    out, lse = _Attention.apply(q, k, v, mesh, call)  # type: ignore[no-untyped-call]
-    out = seq.without_gaps(out)
-    return (out, lse) if options.return_lse else out
+    return _Ready(_plan(mesh, masks, q, k, v, options, local, ring), statement)
 
 
 def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class ShardedSequence:
         self._agreed = self.documents is None
         self._gaps: dict[torch.device, Tensor] = {}
         self._masks: OrderedDict[object, BlockMasks] = OrderedDict()
+        self.ready: OrderedDict[object, Any] = OrderedDict()  # checked calls, by their looks; see attention
 
     @property
     def seq_len(self) -> int:
