@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from meshattn.advice import layout_figures
+from meshattn.layouts import LayoutKind
 from meshattn.plan import CallShape, Tile, choose_tile, total_bytes
 from meshattn_kernels import rules
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 PLANNED = re.findall(
     r"^\| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| (\d+x\d+) \| (\d+) % \|$", README, re.MULTILINE
+)
+WINDOWED = re.findall(
+    r"^\| (\d+) \| ([\d.]+) \((\d+x\d+)\) \| (\d+) % \| ([\d.]+) \((\d+x\d+)\) \| (\d+) % \|$",
+    README,
+    re.MULTILINE,
 )
 PASSES = ("forward", "backward")
 
@@ -37,6 +44,18 @@ def test_planned_traffic(row: tuple[str, ...]) -> None:
     assert str(chosen) == tile
     assert (f"{of_ring:.1f}", f"{of_best:.1f}") == (ring, best)
     assert f"{100 * (1 - of_best / of_ring):.0f}" == less
+
+
+@pytest.mark.parametrize("row", WINDOWED, ids=lambda row: f"P{row[0]}")
+def test_traffic_and_tiles_of_a_window(row: tuple[str, ...]) -> None:
+    ranks = int(row[0])
+    shape = CallShape(1, 2**20 // ranks, 32, 8, 128, 128, 2, 4, 4, causal=True)
+    layouts: tuple[LayoutKind, LayoutKind] = ("striped", "contiguous")
+    for number, layout in enumerate(layouts):
+        found = layout_figures(layout, 2**20, ranks, shape, 4096, 0)
+        sent = sum(found.sent_bytes.values()) / 2**30
+        figures = (f"{sent:.2f}", str(found.tile), f"{100 * found.fill:.0f}")
+        assert figures == row[1 + 3 * number : 4 + 3 * number]
 
 
 def test_bytes_of_the_demo() -> None:
@@ -71,7 +90,7 @@ def test_the_rule_of_the_kernels() -> None:
 
 
 def test_the_table_was_found() -> None:
-    assert len(PLANNED) == 6
+    assert len(PLANNED) == 6 and len(WINDOWED) == 3
 
 
 def _dotted(version: tuple[int, ...]) -> str:
