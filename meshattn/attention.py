@@ -211,8 +211,7 @@ def _looks(name: str, q: Tensor, k: Tensor, v: Tensor, kv_seq: object, options: 
         return object()
     kind, grad = q.device.type, torch.is_grad_enabled()
     tensors = tuple((x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in (q, k, v))
-    cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return name, tensors, grad, cast, kv_seq, repr(options)
+    return name, tensors, grad, _autocast_type(kind), kv_seq, repr(options)
 
 
 def _make_ready(
@@ -265,10 +264,16 @@ def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast all three get its type, as PyTorch's own attention does."""
     exact = torch.float64 in (q.dtype, k.dtype, v.dtype)  # which autocast leaves alone
-    if exact or not torch.is_autocast_enabled(q.device.type):
+    kind = _autocast_type(q.device.type)
+    if exact or kind is None:
         return q, k, v
-    kind = torch.get_autocast_dtype(q.device.type)
     return q.to(kind), k.to(kind), v.to(kind)
+
+
+def _autocast_type(device: str) -> torch.dtype | None:
+    """None where autocast is off, or unknown to this kind of device."""
+    known = torch.amp.is_autocast_available(device)
+    return torch.get_autocast_dtype(device) if known and torch.is_autocast_enabled(device) else None
 
 
 def _check_keys(seq: ShardedSequence, keys: ShardedSequence) -> None:
