@@ -170,6 +170,16 @@ def test_unbounded_and_huge_edges_stay_in_32_bits() -> None:
             assert band.lo >= -UNBOUNDED and band.hi <= UNBOUNDED
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lies_behind_the_last_document_is_padding(kind: LayoutKind) -> None:
+    layout, keys = cut(kind, 23, 4), cut(kind, 31, 4)
+    rule = MaskRule.build(documents=Documents((0, 3, 17), (0, 9, 12)))
+    for i in range(4):
+        for j in range(4):
+            block = block_intervals(rule, layout, i, keys, j)
+            assert (block.n_q, block.n_k) == (layout.count_below(i, 17), keys.count_below(j, 12))
+
+
 def check_visible_blocks(q_layout: Layout, kv_layout: Layout, rule: MaskRule) -> None:
     """The facts about all pairs of chunks at once, against each of them alone."""
     facts = visible_blocks(rule, q_layout, kv_layout)
