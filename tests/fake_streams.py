@@ -20,7 +20,7 @@ import torch
 
 from meshattn.transport.symmetric import Region
 
-COMPUTE, COMM, RESCUE = 11, 12, 13
+COMPUTE, COMM = 11, 12
 
 
 def read_word(address: int) -> int:
@@ -93,7 +93,6 @@ class Shuffled:
     """Operations of one rank, enqueued in a `World`; with ``one_queue`` all streams share one, in order."""
 
     comm_stream = COMM
-    rescue_stream = RESCUE
 
     def __init__(self, world: World, rank: int, *, one_queue: bool = False) -> None:
         self._world = world
@@ -104,8 +103,7 @@ class Shuffled:
         self.in_capture = False
 
     def enqueue(self, stream: int, op: Op) -> None:
-        shared = self._one_queue and stream != RESCUE
-        self._world.enqueue((self._rank, 0 if shared else stream), op)
+        self._world.enqueue((self._rank, 0 if self._one_queue else stream), op)
 
     def current_stream(self) -> int:
         return self.stream
@@ -127,8 +125,11 @@ class Shuffled:
                 stream, Op(lambda b=begin, n=size: ctypes.memmove(to + b, source + b, n), name="copy")
             )
 
-    def fill(self, stream: int, address: int, byte: int, nbytes: int) -> None:
-        self.enqueue(stream, Op(lambda: ctypes.memset(address, byte, nbytes), name="fill"))
+    def rescue_word(self, address: int, value: int) -> None:
+        _write_word(address, value)
+
+    def rescue_fill(self, address: int, nbytes: int) -> None:
+        ctypes.memset(address, 255, nbytes)
 
     def new_event(self) -> int:
         self._events.append([True])
@@ -157,16 +158,14 @@ class Threaded:
     """Operations of one rank, run at once on the current stream and by a thread on each of the others."""
 
     comm_stream = COMM
-    rescue_stream = RESCUE
 
     def __init__(self, seed: int, longest_delay: float = 0.0) -> None:
         self._random = random.Random(seed)
         self._longest_delay = longest_delay
         self._events: list[threading.Event] = []
         self._queues: dict[int, queue.SimpleQueue[Callable[[], object]]] = {}
-        for stream in (COMM, RESCUE):
-            self._queues[stream] = queue.SimpleQueue()
-            threading.Thread(target=self._work, args=(self._queues[stream],), daemon=True).start()
+        self._queues[COMM] = queue.SimpleQueue()
+        threading.Thread(target=self._work, args=(self._queues[COMM],), daemon=True).start()
 
     def _work(self, tasks: queue.SimpleQueue[Callable[[], object]]) -> None:
         while True:
@@ -203,8 +202,11 @@ class Threaded:
 
         self._put(stream, run)
 
-    def fill(self, stream: int, address: int, byte: int, nbytes: int) -> None:
-        self._put(stream, lambda: ctypes.memset(address, byte, nbytes))
+    def rescue_word(self, address: int, value: int) -> None:
+        _write_word(address, value)
+
+    def rescue_fill(self, address: int, nbytes: int) -> None:
+        ctypes.memset(address, 255, nbytes)
 
     def new_event(self) -> int:
         self._events.append(threading.Event())

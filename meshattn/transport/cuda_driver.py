@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +19,13 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _SUCCESS, _NOT_READY = 0, 600
 _HIGH_PRIORITY = -1
+_NAN_BYTES = 4 * 2**20
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamWriteValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
     "cuStreamWaitValue32_v2": (c_void_p, c_uint64, c_uint32, c_uint),
     "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
-    "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
+    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
     "cuEventCreate": (POINTER(c_void_p), c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
@@ -42,14 +43,14 @@ class StreamOps(Protocol):
     """What is put on streams, in order: the driver's calls, or a simulation of them in the tests."""
 
     comm_stream: int
-    rescue_stream: int
 
     def current_stream(self) -> int: ...
     def capturing(self) -> bool: ...
     def write(self, stream: int, address: int, value: int) -> None: ...
     def wait(self, stream: int, address: int, value: int) -> None: ...
     def copy(self, stream: int, to: int, source: int, nbytes: int) -> None: ...
-    def fill(self, stream: int, address: int, byte: int, nbytes: int) -> None: ...
+    def rescue_word(self, address: int, value: int) -> None: ...
+    def rescue_fill(self, address: int, nbytes: int) -> None: ...
     def new_event(self) -> int: ...
     def record(self, event: int, stream: int) -> None: ...
     def wait_event(self, stream: int, event: int) -> None: ...
@@ -98,7 +99,7 @@ class CudaStreamOps:
         self._write = functions["cuStreamWriteValue32_v2"]
         self._wait = functions["cuStreamWaitValue32_v2"]
         self._copy = functions["cuMemcpyDtoDAsync_v2"]
-        self._fill = functions["cuMemsetD8Async"]
+        self._copy_from_host = functions["cuMemcpyHtoDAsync_v2"]
         self._create = functions["cuEventCreate"]
         self._record = functions["cuEventRecord"]
         self._query = functions["cuEventQuery"]
@@ -106,7 +107,9 @@ class CudaStreamOps:
         self._functions = functions
         stream: Any = torch.cuda.Stream
         self._streams = [stream(device, priority=_HIGH_PRIORITY) for _ in range(2)]
-        self.comm_stream, self.rescue_stream = (int(stream.cuda_stream) for stream in self._streams)
+        self.comm_stream, self._rescue_stream = (int(stream.cuda_stream) for stream in self._streams)
+        self._words = torch.tensor([0, 1], dtype=torch.int32, pin_memory=True)
+        self._nan = torch.full((_NAN_BYTES,), 255, dtype=torch.uint8, pin_memory=True)
         self._current: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def _check(self, call: str, status: int) -> None:
@@ -130,8 +133,18 @@ class CudaStreamOps:
     def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
         self._check("cuMemcpyDtoDAsync", self._copy(to, source, nbytes, stream))
 
-    def fill(self, stream: int, address: int, byte: int, nbytes: int) -> None:
-        self._check("cuMemsetD8Async", self._fill(address, byte, nbytes, stream))
+    def rescue_word(self, address: int, value: int) -> None:
+        """Write 0 or 1 while other streams are blocked: a copy from the host needs no queue of theirs."""
+        self._from_host(address, self._words.data_ptr() + 4 * value, 4)
+
+    def rescue_fill(self, address: int, nbytes: int) -> None:
+        """Write NaN of every float type while other streams are blocked."""
+        for begin in range(0, nbytes, _NAN_BYTES):
+            self._from_host(address + begin, self._nan.data_ptr(), min(_NAN_BYTES, nbytes - begin))
+
+    def _from_host(self, address: int, source: int, nbytes: int) -> None:
+        status = self._copy_from_host(address, source, nbytes, self._rescue_stream)
+        self._check("cuMemcpyHtoDAsync", status)
 
     def new_event(self) -> int:
         event = c_void_p()

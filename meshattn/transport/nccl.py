@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshattn.transport.cuda_driver import enter_watching_thread
-from meshattn.transport.watch import Pending, Watch
+from meshattn.transport.watch import Watch
 
 _HEAD_START = 20_000  # clock cycles, about 10 us: more than twice what NCCL's kernel lags behind
 
@@ -50,15 +51,7 @@ class NcclGroup:
     def follow(self, where: str, begun: torch.cuda.Event | None, works: Sequence[dist.Work]) -> None:
         """Called after them: see that they end."""
         if begun is not None and works:
-            self._watch.add(
-                Pending(
-                    lane="nccl",
-                    failure=f"{where} did not end",
-                    has_begun=begun.query,
-                    is_done=lambda: all(work.is_completed() for work in works),
-                    let_go=self._abort,
-                )
-            )
+            self._watch.add(_Exchange(f"{where} did not end", begun, works, self._abort))
 
     def _abort(self) -> None:
         if not self._aborted:
@@ -79,3 +72,23 @@ class NcclGroup:
     def close(self) -> None:
         """No more exchanges."""
         self._watch.stop()
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What the watch looks at."""
+
+    failure: str
+    begun: Any  # event before it
+    works: Sequence[dist.Work]
+    let_go: Callable[[], None]
+    lane: str = "nccl"
+
+    def has_begun(self) -> bool:
+        return bool(self.begun.query())
+
+    def is_done(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def recycle(self) -> None:
+        pass

@@ -9,6 +9,9 @@ operation waits only for operations that stand before it in the list of steps.
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,9 +21,7 @@ from torch import Tensor
 from meshattn.transport.base import Message, Traffic, Transport, TransportError
 from meshattn.transport.cuda_driver import StreamOps
 from meshattn.transport.slots import SlotLayout
-from meshattn.transport.watch import Pending, Watch
-
-_NAN_BYTE = 255  # 0xFF repeated is NaN in every float type
+from meshattn.transport.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,13 @@ class _Arena:
     neighbours: tuple[int, int] | None = None  # the ranks that this one sends to and receives from
     open: set[int] = field(default_factory=set)  # slots between start and release
 
-    def at(self, rank: int, offset: int) -> int:
-        return self.region.addresses[rank] + offset
+
+def _end_process(failure: str) -> None:
+    """Nothing can free the streams any more: an end with a message is better than none."""
+    print(
+        f"meshattn: {failure}, and the GPU cannot be freed: ending the process", file=sys.stderr, flush=True
+    )
+    os.kill(os.getpid(), signal.SIGABRT)
 
 
 class CopyEngine:
@@ -70,7 +76,7 @@ class CopyEngine:
         self.allocate = allocate
         self.rank = rank
         self.names = tuple(names)
-        self.watch = Watch(timeout, ops.enter_thread)
+        self.watch = Watch(timeout, ops.enter_thread, _end_process)
         self._free_events: list[int] = []
 
     def event(self) -> int:
@@ -96,93 +102,117 @@ class _Exchange:
     def __init__(
         self, engine: CopyEngine, arena: _Arena, message: Message, send: Tensor | None, recv: Tensor | None
     ) -> None:
-        self._engine = engine
+        self.engine = engine
+        self.message = message
+        self.send = send  # both are kept alive until they are done with
+        self.recv = recv
         self._arena = arena
-        self._message = message
-        self._send = send  # both are kept alive until they are done with
-        self._recv = recv
         self._live = not engine.ops.capturing()  # a captured exchange runs later, and often
         self._sent: int | None = None
-
-    def _own(self, offset: int) -> int:
-        return self._arena.at(self._engine.rank, offset)
+        mine, slot, layout = arena.region.addresses[engine.rank], message.slot, arena.layout
+        self.ready, self.taken = mine + layout.ready(slot), mine + layout.taken(slot)
 
     def push(self) -> None:
-        if self._send is None:
+        if self.send is None:
             return
-        engine, ops, layout = self._engine, self._engine.ops, self._arena.layout
-        slot, to = self._message.slot, self._message.to
-        comm, taken = ops.comm_stream, self._own(layout.taken(slot))
+        engine, ops, layout, slot = self.engine, self.engine.ops, self._arena.layout, self.message.slot
+        comm, there = ops.comm_stream, self._arena.region.addresses[self.message.to]
         begun, self._sent = engine.event(), engine.event()
         ops.record(begun, ops.current_stream())
         ops.wait_event(comm, begun)
-        ops.wait(comm, taken, 0)
-        ops.write(comm, taken, 1)
-        ops.copy(comm, self._arena.at(to, layout.data(slot)), self._send.data_ptr(), self._send.numel())
-        ops.write(comm, self._arena.at(to, layout.ready(slot)), 1)
+        ops.wait(comm, self.taken, 0)
+        ops.write(comm, self.taken, 1)
+        ops.copy(comm, there + layout.data(slot), self.send.data_ptr(), self.send.numel())
+        ops.write(comm, there + layout.ready(slot), 1)
         ops.record(self._sent, comm)
-        self._watch("send", f"rank {self._name(to)} did not take it", begun, self._sent, self._give, begun)
+        if self._live:
+            engine.watch.add(_Sending(self, begun, self._sent))
+        else:
+            engine.recycle(begun)
 
     def wait(self) -> None:
-        engine, ops = self._engine, self._engine.ops
+        engine, ops = self.engine, self.engine.ops
         engine.watch.check()
         stream = ops.current_stream()
         begun = engine.event()
         ops.record(begun, stream)
-        if self._recv is not None:
-            ready = self._own(self._arena.layout.ready(self._message.slot))
-            ops.wait(stream, ready, 1)
-            ops.write(stream, ready, 0)
+        if self.recv is not None:
+            ops.wait(stream, self.ready, 1)
+            ops.write(stream, self.ready, 0)
         if self._sent is not None:
             ops.wait_event(stream, self._sent)
         done = engine.event()
         ops.record(done, stream)
-        events = (begun, done) if self._sent is None else (begun, done, self._sent)
-        text = f"nothing from rank {self._name(self._message.source)}"
-        self._watch("receive", text, begun, done, self._take, *events)
+        if self._live:
+            engine.watch.add(_Receiving(self, begun, done, self._sent))
+        else:
+            engine.recycle(begun, done, *(() if self._sent is None else (self._sent,)))
 
     def release(self) -> None:
-        self._arena.open.remove(self._message.slot)
-        if self._recv is not None:
-            ops, layout = self._engine.ops, self._arena.layout
-            sender = self._arena.at(self._message.source, layout.taken(self._message.slot))
-            ops.write(ops.current_stream(), sender, 0)
+        self._arena.open.remove(self.message.slot)
+        if self.recv is not None:
+            ops, sender = self.engine.ops, self._arena.region.addresses[self.message.source]
+            ops.write(ops.current_stream(), sender + self._arena.layout.taken(self.message.slot), 0)
 
-    def _name(self, rank: int) -> int:
-        return self._engine.names[rank]
 
-    def _watch(
-        self, lane: str, text: str, begun: int, done: int, let_go: Callable[[], None], *events: int
-    ) -> None:
-        """Hand an end to the watch, which gives back the events once it is done."""
-        engine = self._engine
-        if not self._live:
-            engine.recycle(*events)
-            return
-        engine.watch.add(
-            Pending(
-                lane=lane,
-                failure=f"{self._message.label}: {text}",
-                has_begun=lambda: engine.ops.is_done(begun),
-                is_done=lambda: engine.ops.is_done(done),
-                let_go=let_go,
-                recycle=lambda: engine.recycle(*events),
-            )
-        )
+class _End:
+    """What the watch looks at: two events of an exchange."""
 
-    def _give(self) -> None:
+    lane: str
+
+    def __init__(self, exchange: _Exchange, begun: int, done: int) -> None:
+        self._exchange = exchange
+        self._begun = begun
+        self._done = done
+
+    def has_begun(self) -> bool:
+        return self._exchange.engine.ops.is_done(self._begun)
+
+    def is_done(self) -> bool:
+        return self._exchange.engine.ops.is_done(self._done)
+
+
+class _Sending(_End):
+    lane = "send"
+
+    @property
+    def failure(self) -> str:
+        message = self._exchange.message
+        return f"{message.label}: rank {self._exchange.engine.names[message.to]} did not take it"
+
+    def let_go(self) -> None:
         """Push without leave of the receiver: NaN, so that nobody computes on with wrong numbers unseen."""
-        assert self._send is not None
-        ops, layout = self._engine.ops, self._arena.layout
-        ops.fill(ops.rescue_stream, self._send.data_ptr(), _NAN_BYTE, self._send.numel())
-        ops.write(ops.rescue_stream, self._own(layout.taken(self._message.slot)), 0)
+        exchange = self._exchange
+        assert exchange.send is not None
+        exchange.engine.ops.rescue_fill(exchange.send.data_ptr(), exchange.send.numel())
+        exchange.engine.ops.rescue_word(exchange.taken, 0)
 
-    def _take(self) -> None:
+    def recycle(self) -> None:
+        self._exchange.engine.recycle(self._begun)  # the other one is waited for by the receiving end
+
+
+class _Receiving(_End):
+    lane = "receive"
+
+    def __init__(self, exchange: _Exchange, begun: int, done: int, sent: int | None) -> None:
+        super().__init__(exchange, begun, done)
+        self._sent = sent
+
+    @property
+    def failure(self) -> str:
+        message = self._exchange.message
+        return f"{message.label}: nothing from rank {self._exchange.engine.names[message.source]}"
+
+    def let_go(self) -> None:
         """Go on without the bytes: NaN takes their place."""
-        if self._recv is not None:
-            ops, layout = self._engine.ops, self._arena.layout
-            ops.fill(ops.rescue_stream, self._recv.data_ptr(), _NAN_BYTE, self._recv.numel())
-            ops.write(ops.rescue_stream, self._own(layout.ready(self._message.slot)), 1)
+        exchange = self._exchange
+        if exchange.recv is not None:
+            exchange.engine.ops.rescue_fill(exchange.recv.data_ptr(), exchange.recv.numel())
+            exchange.engine.ops.rescue_word(exchange.ready, 1)
+
+    def recycle(self) -> None:
+        engine = self._exchange.engine
+        engine.recycle(self._begun, self._done, *(() if self._sent is None else (self._sent,)))
 
 
 class SymmetricTransport(Transport):

@@ -8,30 +8,46 @@ and lets go of everything that waits: a blocked stream would make every later sy
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from meshattn.transport.base import TransportError
 
 _LOOKS_PER_TIMEOUT = 20
 _LONGEST_PAUSE = 0.25  # seconds between two looks
 _RESCUE_PAUSE = 0.02
-_REAPED_AT_ONCE = 8
 
 
-@dataclass(frozen=True)
-class Pending:
+class Pending(Protocol):
     """One end of an exchange that streams have been told to wait for."""
 
-    lane: str  # exchanges of a lane end in the order in which they were added
-    failure: str  # what to say if it does not end, without the time
-    has_begun: Callable[[], bool]  # all that this rank does before it is done
-    is_done: Callable[[], bool]
-    let_go: Callable[[], None]  # end it without its data, in a way that shows in the results
-    recycle: Callable[[], None] = lambda: None
+    @property
+    def lane(self) -> str:
+        """Exchanges of a lane end in the order in which they were added."""
+        ...
+
+    @property
+    def failure(self) -> str:
+        """What to say if it does not end, without the time."""
+        ...
+
+    def has_begun(self) -> bool:
+        """All that this rank does before it is done."""
+        ...
+
+    def is_done(self) -> bool: ...
+
+    def let_go(self) -> None:
+        """End it without its data, in a way that shows in the results."""
+        ...
+
+    def recycle(self) -> None:
+        """It is done: nobody looks at it any more."""
+        ...
 
 
 class Watch:
@@ -40,15 +56,25 @@ class Watch:
     Args:
         timeout: seconds that an exchange may take once it has begun.
         enter_thread: called first in the watching thread.
+        give_up: called with the failure if exchanges still do not end after they have been let go.
     """
 
-    def __init__(self, timeout: float, enter_thread: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        timeout: float,
+        enter_thread: Callable[[], None] = lambda: None,
+        give_up: Callable[[str], None] = lambda _: None,
+        patience: float = 10.0,
+    ) -> None:
         self._timeout = timeout
         self._enter_thread = enter_thread
+        self._give_up = give_up
+        self._patience = patience
         self._pause = min(_LONGEST_PAUSE, timeout / _LOOKS_PER_TIMEOUT)
-        self._lanes: dict[str, deque[Pending]] = {}
+        self._lanes: defaultdict[str, deque[Pending]] = defaultdict(deque)
         self._since: dict[str, tuple[Pending, float]] = {}
-        self._changed = threading.Condition()
+        self._rescued_since = math.inf
+        self._something = threading.Event()
         self._thread: threading.Thread | None = None
         self._stopped = False
         self.failure: str | None = None
@@ -60,60 +86,61 @@ class Watch:
 
     def fail(self, failure: str) -> None:
         """Remember a failure that was found elsewhere; the first one counts."""
-        with self._changed:
-            self.failure = self.failure or failure
-            self._changed.notify()
+        self.failure = self.failure or failure
+        self._something.set()
 
     def add(self, pending: Pending) -> None:
-        with self._changed:
-            lane = self._lanes.setdefault(pending.lane, deque())
-            self._reap(lane, _REAPED_AT_ONCE)
-            lane.append(pending)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="meshattn-watch", daemon=True)
-                self._thread.start()
-            elif len(lane) == 1:
-                self._changed.notify()
+        """Watch one more. Cheap, since it is called for every exchange: no lock, no look at the GPU."""
+        self._lanes[pending.lane].append(pending)
+        if not self._something.is_set():
+            self._something.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="meshattn-watch", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
         """End the thread. What is still pending is not watched any more."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
+        self._stopped = True
+        self._something.set()
         if self._thread is not None:
             self._thread.join(10 * _LONGEST_PAUSE)
-
-    def _reap(self, lane: deque[Pending], most: int) -> None:
-        while lane and most and lane[0].is_done():
-            lane.popleft().recycle()
-            most -= 1
 
     def _run(self) -> None:
         try:
             self._enter_thread()
-            while self._look():
-                time.sleep(self._pause if self.failure is None else _RESCUE_PAUSE)
+            while not self._stopped:
+                if self._look():
+                    time.sleep(self._pause if self.failure is None else _RESCUE_PAUSE)
+                else:
+                    self._something.wait()
         except Exception as error:
             self.failure = self.failure or f"the watch over the exchanges has failed: {error}"
             raise
 
     def _look(self) -> bool:
-        """One look at all lanes; False when there is nothing to do any more."""
-        with self._changed:
-            while not self._stopped and not any(self._lanes.values()):
-                self._changed.wait()
-            if self._stopped:
-                return False
-            for name, lane in self._lanes.items():
-                self._reap(lane, len(lane))
-                if self.failure is None and lane and self._overdue(name, lane[0]):
-                    self.failure = f"{lane[0].failure} within {self._timeout:g} s"
-            if self.failure is not None:
-                for lane in self._lanes.values():
-                    for pending in lane:
-                        if not pending.is_done():
-                            pending.let_go()
-            return True
+        """One look at all lanes; False if nothing is pending."""
+        self._something.clear()
+        lanes = list(self._lanes.items())
+        for name, lane in lanes:
+            _reap(lane)
+            if self.failure is None and lane and self._overdue(name, lane[0]):
+                self.failure = f"{lane[0].failure} within {self._timeout:g} s"
+        if not any(lane for _, lane in lanes):
+            self._rescued_since = math.inf
+            return False
+        if self.failure is not None:
+            self._rescue([pending for _, lane in lanes for pending in list(lane)])
+        return True
+
+    def _rescue(self, stuck: Sequence[Pending]) -> None:
+        now = time.monotonic()
+        self._rescued_since = min(self._rescued_since, now)
+        if now - self._rescued_since > self._patience:
+            assert self.failure is not None
+            self._give_up(self.failure)
+        for pending in stuck:
+            if not pending.is_done():
+                pending.let_go()
 
     def _overdue(self, lane: str, head: Pending) -> bool:
         now = time.monotonic()
@@ -122,3 +149,13 @@ class Watch:
             self._since[lane] = head, now
             return False
         return now - since > self._timeout
+
+
+def _reap(lane: deque[Pending]) -> None:
+    """Take out what is done. A lane ends in order: if its last is done, all are, and one look is enough."""
+    done = len(lane)
+    while done and not lane[done - 1].is_done():
+        done //= 2
+    while done or (lane and lane[0].is_done()):
+        lane.popleft().recycle()
+        done = max(0, done - 1)

@@ -44,10 +44,16 @@ class Library:
         return function
 
 
+def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, pin_memory, **options: make(*args, **options)
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     streams = iter((SimpleNamespace(cuda_stream=STREAM), SimpleNamespace(cuda_stream=STREAM + 16)))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: next(streams))
+    for name in ("tensor", "full"):
+        monkeypatch.setattr(torch, name, _unpinned(getattr(torch, name)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
     return Library()
@@ -60,11 +66,12 @@ def _ops(library: Library) -> CudaStreamOps:
 def test_values_arrive_whole(library: Library) -> None:
     """Addresses, streams and sizes of more than 32 bits, in the order of the driver's signatures."""
     ops = _ops(library)
-    assert (ops.comm_stream, ops.rescue_stream, ops.current_stream()) == (STREAM, STREAM + 16, 1003)
+    assert (ops.comm_stream, ops.current_stream()) == (STREAM, 1003)
     ops.write(STREAM, FAR, 1)
     ops.wait(STREAM, FAR + 4, 1)
     ops.copy(STREAM, FAR, FAR + 2**40, 2**33 + 5)
-    ops.fill(STREAM, FAR, 255, 2**33)
+    ops.rescue_word(FAR + 8, 1)
+    ops.rescue_fill(FAR, 2**22 + 3)
     event = ops.new_event()
     ops.record(event, STREAM)
     ops.wait_event(STREAM, event)
@@ -73,7 +80,9 @@ def test_values_arrive_whole(library: Library) -> None:
         ("cuStreamWriteValue32_v2", STREAM, FAR, 1, 0),
         ("cuStreamWaitValue32_v2", STREAM, FAR + 4, 1, 1),
         ("cuMemcpyDtoDAsync_v2", FAR, FAR + 2**40, 2**33 + 5, STREAM),
-        ("cuMemsetD8Async", FAR, 255, 2**33, STREAM),
+        ("cuMemcpyHtoDAsync_v2", FAR + 8, ops._words.data_ptr() + 4, 4, STREAM + 16),
+        ("cuMemcpyHtoDAsync_v2", FAR, ops._nan.data_ptr(), 2**22, STREAM + 16),
+        ("cuMemcpyHtoDAsync_v2", FAR + 2**22, ops._nan.data_ptr(), 3, STREAM + 16),
         ("cuEventCreate", 2),
         ("cuEventRecord", FAR + 1, STREAM),
         ("cuStreamWaitEvent", STREAM, FAR + 1, 0),
@@ -91,7 +100,7 @@ CALLS: dict[str, Callable[[CudaStreamOps], Any]] = {
     "cuStreamWriteValue32": lambda ops: ops.write(0, FAR, 1),
     "cuStreamWaitValue32": lambda ops: ops.wait(0, FAR, 1),
     "cuMemcpyDtoDAsync": lambda ops: ops.copy(0, FAR, FAR, 1),
-    "cuMemsetD8Async": lambda ops: ops.fill(0, FAR, 0, 1),
+    "cuMemcpyHtoDAsync": lambda ops: ops.rescue_word(FAR, 0),
     "cuEventCreate": lambda ops: ops.new_event(),
     "cuEventRecord": lambda ops: ops.record(1, 0),
     "cuStreamWaitEvent": lambda ops: ops.wait_event(0, 1),

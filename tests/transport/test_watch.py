@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from meshattn.transport.base import TransportError
-from meshattn.transport.watch import Pending, Watch
+from meshattn.transport.watch import Watch
 
 TIMEOUT = 0.3
 pytestmark = pytest.mark.timeout(30)
@@ -18,18 +18,25 @@ pytestmark = pytest.mark.timeout(30)
 class End:
     """An end of an exchange whose state the test sets."""
 
-    def __init__(self, name: str, *, begun: bool = True) -> None:
-        self.name, self.begun, self.done, self.let_go, self.recycled = name, begun, False, 0, 0
+    def __init__(self, name: str, *, begun: bool = True, lane: str = "receive") -> None:
+        self.failure, self.lane = f"{name}: nothing", lane
+        self.begun, self.done, self.freed, self.recycled = begun, False, 0, 0
+        self.stuck = False  # cannot be let go
+        self.looks = 0
 
-    def pending(self, lane: str = "receive") -> Pending:
-        def let_go() -> None:
-            self.let_go += 1
-            self.done = True
+    def has_begun(self) -> bool:
+        return self.begun
 
-        def recycle() -> None:
-            self.recycled += 1
+    def is_done(self) -> bool:
+        self.looks += 1
+        return self.done
 
-        return Pending(lane, f"{self.name}: nothing", lambda: self.begun, lambda: self.done, let_go, recycle)
+    def let_go(self) -> None:
+        self.freed += 1
+        self.done = not self.stuck
+
+    def recycle(self) -> None:
+        self.recycled += 1
 
 
 def _until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
@@ -39,31 +46,34 @@ def _until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
     return true()
 
 
-def test_what_ends_is_recycled_once_and_in_order() -> None:
+def test_what_ends_is_recycled_once() -> None:
     watch, ends = Watch(TIMEOUT), [End(str(n)) for n in range(4)]
     for end in ends:
-        watch.add(end.pending())
-    ends[1].done = True
-    time.sleep(0.1)
-    assert ends[1].recycled == 0, "the one before it in its lane is not done"
-    ends[0].done = True
+        watch.add(end)
+    ends[0].done = ends[1].done = True
     assert _until(lambda: ends[1].recycled == 1)
+    assert [end.recycled for end in ends] == [1, 1, 0, 0]
     ends[2].done = ends[3].done = True
     assert _until(lambda: ends[3].recycled == 1)
-    assert [end.recycled for end in ends] == [1] * 4 and not any(end.let_go for end in ends)
+    assert [end.recycled for end in ends] == [1] * 4 and not any(end.freed for end in ends)
     watch.check()
     watch.stop()
 
 
 def test_a_stalled_exchange_is_named_and_all_are_let_go() -> None:
-    watch, first, second, other = Watch(TIMEOUT), End("first"), End("second", begun=False), End("other")
+    watch, first, second, other = (
+        Watch(TIMEOUT),
+        End("first"),
+        End("second", begun=False),
+        End("other", lane="send"),
+    )
     begin = time.monotonic()
-    watch.add(first.pending())
-    watch.add(second.pending())
-    watch.add(other.pending("send"))
+    watch.add(first)
+    watch.add(second)
+    watch.add(other)
     assert _until(lambda: watch.failure is not None)
     assert TIMEOUT <= time.monotonic() - begin < 4 * TIMEOUT
-    assert _until(lambda: first.let_go == second.let_go == other.let_go == 1)
+    assert _until(lambda: first.freed == second.freed == other.freed == 1)
     for _ in range(2):
         with pytest.raises(TransportError, match=r"^(first|other): nothing within 0.3 s$"):
             watch.check()
@@ -74,8 +84,8 @@ def test_what_comes_after_the_failure_is_let_go_too() -> None:
     watch, late = Watch(TIMEOUT), End("late", begun=False)
     watch.fail("a peer said so")
     watch.fail("something else")
-    watch.add(late.pending())
-    assert _until(lambda: late.let_go == 1)
+    watch.add(late)
+    assert _until(lambda: late.freed == 1)
     with pytest.raises(TransportError, match=r"^a peer said so$"):
         watch.check()
     watch.stop()
@@ -84,7 +94,7 @@ def test_what_comes_after_the_failure_is_let_go_too() -> None:
 def test_time_counts_from_when_the_exchange_could_begin() -> None:
     """The GPU may have hours of other work before it."""
     watch, end = Watch(TIMEOUT), End("end", begun=False)
-    watch.add(end.pending())
+    watch.add(end)
     time.sleep(3 * TIMEOUT)
     watch.check()
     end.begun = True
@@ -98,10 +108,32 @@ def test_time_counts_anew_for_the_next_exchange() -> None:
     watch = Watch(TIMEOUT)
     for number in range(6):
         end = End(str(number))
-        watch.add(end.pending())
+        watch.add(end)
         time.sleep(TIMEOUT / 2)
         end.done = True
         watch.check()
+    watch.stop()
+
+
+def test_a_long_lane_is_looked_through_quickly() -> None:
+    watch, ends = Watch(TIMEOUT), [End(str(n)) for n in range(1000)]
+    for end in ends[:990]:
+        end.done = True
+    for end in ends:
+        watch.add(end)
+    assert _until(lambda: ends[989].recycled == 1)
+    assert sum(end.looks for end in ends[:900]) < 700
+    assert [end.recycled for end in ends] == [1] * 990 + [0] * 10
+    watch.stop()
+
+
+def test_what_cannot_be_let_go_ends_otherwise() -> None:
+    given_up: list[str] = []
+    watch, end = Watch(TIMEOUT, give_up=given_up.append, patience=0.2), End("end")
+    end.stuck = True
+    watch.add(end)
+    assert _until(lambda: bool(given_up))
+    assert given_up[0] == "end: nothing within 0.3 s" and end.freed > 1
     watch.stop()
 
 
@@ -110,7 +142,7 @@ def test_the_thread_is_prepared_and_ends() -> None:
     watch = Watch(TIMEOUT, lambda: entered.append(threading.current_thread().name))
     assert not entered
     end = End("end")
-    watch.add(end.pending())
+    watch.add(end)
     assert _until(lambda: bool(entered))
     watch.stop()
     assert watch._thread is not None and not watch._thread.is_alive()
@@ -124,7 +156,9 @@ def test_a_watch_that_fails_itself_says_so() -> None:
     watch = Watch(TIMEOUT)
     hook, threading.excepthook = threading.excepthook, lambda _: None
     try:
-        watch.add(Pending("send", "x", broken, broken, lambda: None))
+        end = End("end")
+        end.is_done = broken  # type: ignore[method-assign]
+        watch.add(end)
         assert _until(lambda: watch.failure is not None)
     finally:
         threading.excepthook = hook

@@ -1,0 +1,281 @@
+"""One rank of the tests of transports on GPUs; a failed check ends it with an error.
+
+transport_ranks.py race | engine | killed | graph  [--transport T] [--nccl]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import meshattn as ma
+from cases import Results, Shape
+from distributed import LAYOUTS, Case, assert_equals_oracle, assert_same_bits, run_case
+from meshattn.plan import Assignment, Tile, tiles
+from meshattn.transport.base import Message, Transport
+
+STEPS = 200
+NBYTES = 4 * 2**20
+LONGEST_DELAY = 1_500_000  # clock cycles, a little less than a millisecond
+EXACT = (Shape(B=2, S=157, H=6, H_kv=3, D=64), Shape(B=1, S=89, H=4, H_kv=1, D=32, D_v=16))
+FAST = Shape(B=1, S=1031, H=4, H_kv=2, D=64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("check", choices=("race", "engine", "killed", "graph"))
+    parser.add_argument("--transport", default="symmetric")
+    parser.add_argument("--nccl", action="store_true")
+    parser.add_argument("--timeout", type=float, default=60.0)
+    options = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "cpu:gloo,cuda:nccl" if options.nccl else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    {"race": race, "engine": engine, "killed": killed, "graph": graph}[options.check](options)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def say(text: str) -> None:
+    print(f"[{dist.get_rank()}] {text}", flush=True)
+
+
+# Bytes under random delays
+
+
+def race(options: argparse.Namespace) -> None:
+    """No wrong byte with 1 to 3 slots on rows and columns; many without the flag of a taken slot."""
+    ranks = dist.get_world_size()
+    square = next(tile for tile in reversed(tiles(ranks)) if tile.a <= tile.b)
+    mesh = ma.init_attention_mesh(tile=square, transport=options.transport, timeout=options.timeout)
+    say(mesh.describe())
+    device = torch.device("cuda", torch.cuda.current_device())
+    steps = STEPS if ranks <= 4 else STEPS // 4
+    for slots in (1, 2, 3):
+        wrong = _race(mesh, mesh.transports(square, device), square, slots, steps)
+        dist.barrier()
+        say(f"{slots} slots: {wrong} wrong words in {steps} steps")
+        assert wrong == 0, f"{wrong} wrong words with {slots} slots"
+    mesh.close()
+    _control(square)
+
+
+def _control(tile: Tile) -> None:
+    """Without the flag of a taken slot: wrong bytes, or a standstill that the watch ends."""
+    mesh = ma.init_attention_mesh(tile=tile, transport="symmetric", timeout=2.0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    engine_ = mesh.connection.engine
+    assert engine_ is not None
+    wait = engine_.ops.wait
+    engine_.ops.wait = lambda stream, at, value: value and wait(stream, at, value)  # type: ignore[method-assign]
+    spoilt = 0
+    try:
+        spoilt = _race(mesh, mesh.transports(tile, device), tile, 1, 50)
+    except ma.TransportError as error:
+        say(f"without the flag: {error}")
+        spoilt = 1
+    torch.cuda.synchronize()
+    seen = torch.tensor([spoilt])
+    dist.all_reduce(seen)
+    say(f"without the flag: {spoilt} wrong words or raised")
+    assert int(seen) > 0, "the check sees nothing"
+
+
+def _race(
+    mesh: ma.AttentionMesh, transports: dict[str, Transport], tile: Tile, slots: int, steps: int
+) -> int:
+    device = torch.device("cuda", torch.cuda.current_device())
+    engine_ = mesh.connection.engine
+    assert engine_ is not None
+    comm = torch.cuda.ExternalStream(engine_.ops.comm_stream)
+    rings = {axis: mesh._ring(Assignment(tile), axis) for axis in ("row", "col") if tile.size(axis) > 1}  # type: ignore[arg-type]
+    chance = random.Random(mesh.rank)
+    wrong = torch.zeros(1, dtype=torch.int64, device=device)
+    sends = {axis: [torch.empty(NBYTES, dtype=torch.uint8, device=device) for _ in "ab"] for axis in rings}
+    received = {axis: transports[axis].buffers(axis, "inward", NBYTES, slots, device) for axis in rings}
+    for step in range(steps):
+        handles = {}
+        for number, (axis, ring) in enumerate(rings.items()):
+            torch.cuda._sleep(chance.randrange(LONGEST_DELAY))
+            send = sends[axis][step % 2]
+            send.view(torch.int32).fill_(mesh.rank * 100_000 + step * 10 + number)
+            source, to = ring[mesh.rank], ring.index(mesh.rank)
+            slot = step % slots
+            message = Message("forward", axis, "inward", f"race {axis} {step}", to, source, slot)
+            handles[axis] = transports[axis].start(message, send, received[axis][slot])
+            with torch.cuda.stream(comm):
+                torch.cuda._sleep(chance.randrange(LONGEST_DELAY))
+        for number, (axis, ring) in enumerate(rings.items()):
+            torch.cuda._sleep(chance.randrange(LONGEST_DELAY))
+            handles[axis].wait()
+            got = received[axis][step % slots]
+            wrong += (got.view(torch.int32) != ring[mesh.rank] * 100_000 + step * 10 + number).sum()
+            got.fill_(255)
+            handles[axis].release()
+    torch.cuda.synchronize()
+    mesh.check()
+    return int(wrong)
+
+
+# The engine
+
+
+def engine(options: argparse.Namespace) -> None:
+    """Every tile equals the oracle, twice with the same bits, and with those of the other transport."""
+    ranks = dist.get_world_size()
+    for tile in tiles(ranks):
+        mesh = ma.init_attention_mesh(tile=tile, transport="symmetric", timeout=options.timeout)
+        other = (
+            ma.init_attention_mesh(tile=tile, transport="p2p", timeout=options.timeout)
+            if options.nccl
+            else None
+        )
+        if dist.get_rank() == 0:
+            say(mesh.describe())
+        cases = [
+            (Case(tile, EXACT[0], layout=LAYOUTS[tile.a % 3], dtype=torch.float32), "reference"),
+            (Case(tile, EXACT[1], dtype=torch.bfloat16, reduce_dtype=torch.bfloat16), "reference"),
+            (Case(tile, EXACT[0], dtype=torch.float64, causal=False), "reference"),
+        ]
+        if torch.cuda.get_device_capability() == (9, 0):
+            cases.append((Case(tile, FAST, dtype=torch.bfloat16), "hopper"))
+        for case, kernel in cases:
+            begin = time.monotonic()
+            mine = run_case(mesh, case, device="cuda", kernel=kernel)
+            again = run_case(mesh, case, device="cuda", kernel=kernel)
+            assert_same_bits([mine], [again])
+            if other is not None:
+                assert_same_bits([mine], [run_case(other, case, device="cuda", kernel=kernel)])
+                assert mesh.traffic() and mesh.traffic()[0].sent_bytes == 2 * other.traffic()[0].sent_bytes
+                other.reset_traffic()
+            mesh.reset_traffic()
+            gathered: list[Results | None] = [None] * ranks
+            dist.all_gather_object(gathered, mine)
+            assert_equals_oracle(case, gathered)  # type: ignore[arg-type]
+            if dist.get_rank() == 0:
+                say(f"{case} {kernel}: right, {time.monotonic() - begin:.2f} s")
+        mesh.check()
+        mesh.close()
+        if other is not None:
+            other.close()
+
+
+# A rank that dies
+
+
+def killed(options: argparse.Namespace) -> None:
+    """The others raise within the timeout, at the latest after they have synchronised and checked."""
+    ranks = dist.get_world_size()
+    mesh = ma.init_attention_mesh(tile=(1, ranks), transport=options.transport, timeout=options.timeout)
+    seq = mesh.sequence(256 * ranks)
+    q, k, v = (torch.randn(1, 256, 4, 64, device="cuda", requires_grad=True) for _ in range(3))
+
+    def attend() -> Tensor:
+        out = ma.mesh_attention(q, k, v, seq, kernel="reference")
+        assert isinstance(out, Tensor)
+        out.sum().backward()
+        return out
+
+    for _ in range(3):
+        attend()
+    torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() == ranks - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        for number in range(1000):
+            out = attend()
+            torch.cuda.synchronize()
+            finite = bool(out.isfinite().all())
+            say(f"call {number} done after {time.monotonic() - begin:.1f} s, finite: {finite}")
+            mesh.check()
+    except ma.TransportError as error:
+        say(f"raised after {time.monotonic() - begin:.1f} s: {error}")
+        torch.cuda.synchronize()
+        say("the device is free")
+        os._exit(7)
+    os._exit(8)
+
+
+# CUDA graphs
+
+
+def graph(options: argparse.Namespace) -> None:
+    """A captured pass gives the bits of an eager one, on other inputs too."""
+    ranks = dist.get_world_size()
+    for tile in tiles(ranks):
+        mesh = ma.init_attention_mesh(tile=tile, transport=options.transport, timeout=options.timeout)
+        seq = mesh.sequence(512 * ranks)
+        fast = torch.cuda.get_device_capability() == (9, 0)
+        kernel = "hopper" if fast else "triton"
+        generator = torch.Generator(device="cuda").manual_seed(dist.get_rank())
+        size = (1, 512, 4, 64)
+
+        def normal(size=size, generator=generator) -> Tensor:  # type: ignore[no-untyped-def]
+            return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+        q, k, v, do = (normal() for _ in range(4))
+        for x in (q, k, v):
+            x.requires_grad_()
+
+        def run(seq=seq, q=q, k=k, v=v, do=do, kernel=kernel) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+            out = ma.mesh_attention(q, k, v, seq, causal=True, kernel=kernel)
+            assert isinstance(out, Tensor)
+            return out.detach(), *torch.autograd.grad(out, (q, k, v), do)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        dist.barrier()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            results = run()
+        for _ in range(20):
+            with torch.no_grad():
+                for x in (q, k, v, do):
+                    x.copy_(normal())
+            captured.replay()
+            mine = [x.clone() for x in results]
+            eager = run()
+            assert all(torch.equal(a, b) for a, b in zip(mine, eager, strict=True)), "other bits"
+        torch.cuda.synchronize()
+        _report_times(tile, captured.replay, run)
+        dist.barrier()
+        mesh.check()
+        mesh.close()
+
+
+def _report_times(tile: Tile, replay: Callable[[], object], run: Callable[[], object]) -> None:
+    for name, work in (("replayed", replay), ("eager", run)):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(20):
+            work()
+        enqueued = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        spent = time.perf_counter() - begin
+        if dist.get_rank() == 0:
+            say(f"{tile} {name}: {spent * 50:.3f} ms a pass, host {enqueued * 50:.3f} ms")
+
+
+if __name__ == "__main__":
+    main()
