@@ -16,7 +16,17 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from meshattn import engine
-from meshattn.masks import BlockMasks, checked_window
+from meshattn.arguments import (
+    Options,
+    autocast,
+    autocast_type,
+    check_keys,
+    check_options,
+    check_tensors,
+    check_types,
+    words_of,
+)
+from meshattn.masks import BlockMasks
 from meshattn.mesh import AttentionMesh
 from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape
@@ -27,8 +37,6 @@ from meshattn.transport.base import TransportError
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_HEAD_DIM_STEP = 8
 _KEPT_CALLS = 32  # kinds of calls on one sequence that are not checked again: those of all layers of a model
 
 
@@ -85,7 +93,7 @@ def mesh_attention(
         NotImplementedError: an option that does not exist yet.
         TransportError: a rank died or stalled; the message names the step and the peer.
     """
-    options = _Options(
+    options = Options(
         causal, softmax_scale, window_size, softcap, deterministic, return_lse, reduce_dtype, kernel
     )
     return _outside_graphs("mesh_attention", q, k, v, seq, kv_seq, options)
@@ -112,7 +120,7 @@ def ring_attention(
 
     The same engine, arguments, results and errors; the baseline to compare with.
     """
-    options = _Options(
+    options = Options(
         causal, softmax_scale, window_size, softcap, deterministic, return_lse, reduce_dtype, kernel
     )
     return _outside_graphs("ring_attention", q, k, v, seq, kv_seq, options)
@@ -153,21 +161,6 @@ def _outside_graphs(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Options:
-    causal: bool
-    softmax_scale: float | None
-    window_size: tuple[int, int]
-    softcap: float
-    deterministic: bool
-    return_lse: bool
-    reduce_dtype: torch.dtype | None
-    kernel: str | None
-
-    def words(self) -> dict[str, str]:
-        return {name: str(value) for name, value in vars(self).items()}
-
-
-@dataclass(frozen=True)
 class _Ready:
     """A call that was checked and planned. One that looks the same needs only the ranks' agreement."""
 
@@ -182,7 +175,7 @@ def attend(
     v: Tensor,
     seq: ShardedSequence,
     kv_seq: ShardedSequence | None,
-    options: _Options,
+    options: Options,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One checked call of the public function `name`."""
     if not isinstance(seq, ShardedSequence):
@@ -198,20 +191,20 @@ def attend(
             seq.ready.popitem(last=False)
     else:
         mesh.agreement.enter(name, ready.statement)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     q, k, v = seq.without_gaps(q), keys.without_gaps(k), keys.without_gaps(v)
     out, lse = _Attention.apply(q, k, v, mesh, ready.call)  # type: ignore[no-untyped-call]
     out = seq.without_gaps(out)
     return (out, lse) if options.return_lse else out
 
 
-def _looks(name: str, q: Tensor, k: Tensor, v: Tensor, kv_seq: object, options: _Options) -> object:
+def _looks(name: str, q: Tensor, k: Tensor, v: Tensor, kv_seq: object, options: Options) -> object:
     """What a call on a sequence is checked for and planned from. A new object if it cannot be right."""
     if not all(isinstance(x, Tensor) for x in (q, k, v)):
         return object()
     kind, grad = q.device.type, torch.is_grad_enabled()
     tensors = tuple((x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in (q, k, v))
-    return name, tensors, grad, _autocast_type(kind), kv_seq, repr(options)
+    return name, tensors, grad, autocast_type(kind), kv_seq, repr(options)
 
 
 def _make_ready(
@@ -221,19 +214,19 @@ def _make_ready(
     v: Tensor,
     seq: ShardedSequence,
     keys: ShardedSequence,
-    options: _Options,
+    options: Options,
 ) -> _Ready:
     """Check a call on this rank and with all others, and plan it. Collective."""
     mesh = seq.mesh
     error: Exception | None = None
     chosen = str(options.kernel)
     try:
-        _check_keys(seq, keys)
-        _check_options(options)
+        check_keys(seq, keys)
+        check_options(options)
         masks = seq.masks(keys, causal=options.causal, window_size=options.window_size)
-        _check_types(q, k, v)
-        q, k, v = _autocast(q, k, v)
-        _check_tensors(q, k, v, seq, keys)
+        check_types(q, k, v)
+        q, k, v = autocast(q, k, v)
+        check_tensors(q, k, v, seq, keys)
         mesh.connection.check_device(q.device)
         local = _check_kernel(options, q, v, masks)
         chosen = local.name
@@ -249,100 +242,7 @@ def _make_ready(
     return _Ready(_plan(mesh, masks, q, k, v, options, local, ring), statement)
 
 
-def _check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
-        if tensor.dtype not in _FLOATS:
-            raise ValueError(
-                f"{name} is {tensor.dtype}: attention takes float64, float32, bfloat16 or float16"
-            )
-        if tensor.layout != torch.strided:
-            raise ValueError(f"{name} is {tensor.layout}: it must be a dense tensor")
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast all three get its type, as PyTorch's own attention does."""
-    exact = torch.float64 in (q.dtype, k.dtype, v.dtype)  # which autocast leaves alone
-    kind = _autocast_type(q.device.type)
-    if exact or kind is None:
-        return q, k, v
-    return q.to(kind), k.to(kind), v.to(kind)
-
-
-def _autocast_type(device: str) -> torch.dtype | None:
-    """None where autocast is off, or unknown to this kind of device."""
-    known = torch.amp.is_autocast_available(device)
-    return torch.get_autocast_dtype(device) if known and torch.is_autocast_enabled(device) else None
-
-
-def _check_keys(seq: ShardedSequence, keys: ShardedSequence) -> None:
-    if not isinstance(keys, ShardedSequence):
-        raise ValueError(f"kv_seq is a {type(keys).__name__}: pass what mesh.sequence(seq_len) returns")
-    if keys.mesh is not seq.mesh:
-        raise ValueError("kv_seq belongs to another mesh than seq: make both with the same mesh")
-
-
-def _check_options(options: _Options) -> None:
-    checked_window(options.window_size)
-    if options.softcap != 0.0:
-        raise NotImplementedError(f"softcap={options.softcap}: soft-capping is not implemented yet; use 0.0")
-    if not isinstance(options.causal, bool):
-        raise ValueError(f"causal is {options.causal!r}: it must be True or False")
-    scale = options.softmax_scale
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        raise ValueError(
-            f"softmax_scale is a {type(scale).__name__}: it must be a number, which carries no gradient"
-        )
-    if scale is not None and not 0 < scale < float("inf"):
-        raise ValueError(f"softmax_scale is {scale}: it must be positive and finite, or None for D ** -0.5")
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, q_seq: ShardedSequence, kv_seq: ShardedSequence) -> None:
-    for name, tensor, seq in (("q", q, q_seq), ("k", k, kv_seq), ("v", v, kv_seq)):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} is {list(tensor.shape)}: it must have 4 dims [batch, rows, heads, head size]"
-            )
-        if tensor.shape[1] != seq.rows:
-            hint = ""
-            if tensor.shape[1] == seq.seq_len:
-                hint = ": this is the whole sequence; pass seq.shard(tensor, dim=1)"
-            elif tensor.shape[2] == seq.rows:
-                hint = ": heads come after rows here; transpose dims 1 and 2"
-            raise ValueError(
-                f"{name} is {list(tensor.shape)}: dim 1 must have the {seq.rows} rows of a shard of "
-                f"{seq!r}{hint}"
-            )
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}: "
-                "all three must agree"
-            )
-        if tensor.shape[3] % _HEAD_DIM_STEP or tensor.shape[3] == 0:
-            raise ValueError(
-                f"{name} is {list(tensor.shape)}: the head size {tensor.shape[3]} must be a multiple of "
-                f"{_HEAD_DIM_STEP}; pad it with zeros and pass softmax_scale"
-            )
-    batch, _, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
-    if batch == 0 or heads == 0:
-        raise ValueError(f"q is {list(q.shape)}: batch and heads must be at least 1")
-    if k.shape[0] != batch or v.shape[0] != batch:
-        raise ValueError(f"batch sizes differ: q {batch}, k {k.shape[0]}, v {v.shape[0]}")
-    if k.shape[3] != head_dim:
-        raise ValueError(
-            f"q has head size {head_dim} but k {k.shape[3]}: they are multiplied, so they must agree"
-        )
-    if v.shape[2] != kv_heads:
-        raise ValueError(f"k has {kv_heads} heads but v {v.shape[2]}: every key head has its own value head")
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"q has {heads} heads and k {kv_heads}: the query heads must be a multiple of the key/value heads"
-        )
-
-
-def _check_kernel(options: _Options, q: Tensor, v: Tensor, masks: BlockMasks) -> AttentionKernel:
+def _check_kernel(options: Options, q: Tensor, v: Tensor, masks: BlockMasks) -> AttentionKernel:
     if options.kernel is not None and not isinstance(options.kernel, str):
         raise ValueError(f"kernel is a {type(options.kernel).__name__}: give its name, or None")
     plain = masks.gives_plain_blocks
@@ -363,21 +263,14 @@ def _check_kernel(options: _Options, q: Tensor, v: Tensor, masks: BlockMasks) ->
 
 
 def _statement(
-    q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence, keys: object, options: _Options
+    q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence, keys: object, options: Options
 ) -> dict[str, str]:
     """What must be the same on all ranks."""
-    tensors = {name: _words(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    tensors = {name: words_of(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
     sequences = {"sequence": seq.stated}
     if keys is not seq:
         sequences["kv_seq"] = keys.stated if isinstance(keys, ShardedSequence) else f"a {type(keys).__name__}"
     return sequences | tensors | options.words()
-
-
-def _words(tensor: object) -> str:
-    if not isinstance(tensor, Tensor):
-        return f"a {type(tensor).__name__}"
-    grad = " with grad" if tensor.requires_grad and torch.is_grad_enabled() else ""
-    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}{grad}"
 
 
 def _plan(
@@ -386,7 +279,7 @@ def _plan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    options: _Options,
+    options: Options,
     kernel: AttentionKernel,
     tile: Tile | None,
 ) -> engine.Call:

@@ -1,0 +1,129 @@
+"""What a call is given, and what is wrong with it: options and tensors, checked before anything moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshattn.masks import checked_window
+from meshattn.sequence import ShardedSequence
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_HEAD_DIM_STEP = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    causal: bool
+    softmax_scale: float | None
+    window_size: tuple[int, int]
+    softcap: float
+    deterministic: bool
+    return_lse: bool
+    reduce_dtype: torch.dtype | None
+    kernel: str | None
+
+    def words(self) -> dict[str, str]:
+        return {name: str(value) for name, value in vars(self).items()}
+
+
+def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
+        if tensor.dtype not in _FLOATS:
+            raise ValueError(
+                f"{name} is {tensor.dtype}: attention takes float64, float32, bfloat16 or float16"
+            )
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} is {tensor.layout}: it must be a dense tensor")
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast all three get its type, as PyTorch's own attention does."""
+    exact = torch.float64 in (q.dtype, k.dtype, v.dtype)  # which autocast leaves alone
+    kind = autocast_type(q.device.type)
+    if exact or kind is None:
+        return q, k, v
+    return q.to(kind), k.to(kind), v.to(kind)
+
+
+def autocast_type(device: str) -> torch.dtype | None:
+    """None where autocast is off, or unknown to this kind of device."""
+    known = torch.amp.is_autocast_available(device)
+    return torch.get_autocast_dtype(device) if known and torch.is_autocast_enabled(device) else None
+
+
+def check_keys(seq: ShardedSequence, keys: ShardedSequence) -> None:
+    if not isinstance(keys, ShardedSequence):
+        raise ValueError(f"kv_seq is a {type(keys).__name__}: pass what mesh.sequence(seq_len) returns")
+    if keys.mesh is not seq.mesh:
+        raise ValueError("kv_seq belongs to another mesh than seq: make both with the same mesh")
+
+
+def check_options(options: Options) -> None:
+    checked_window(options.window_size)
+    if options.softcap != 0.0:
+        raise NotImplementedError(f"softcap={options.softcap}: soft-capping is not implemented yet; use 0.0")
+    if not isinstance(options.causal, bool):
+        raise ValueError(f"causal is {options.causal!r}: it must be True or False")
+    scale = options.softmax_scale
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise ValueError(
+            f"softmax_scale is a {type(scale).__name__}: it must be a number, which carries no gradient"
+        )
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"softmax_scale is {scale}: it must be positive and finite, or None for D ** -0.5")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, q_seq: ShardedSequence, kv_seq: ShardedSequence) -> None:
+    for name, tensor, seq in (("q", q, q_seq), ("k", k, kv_seq), ("v", v, kv_seq)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}: it must have 4 dims [batch, rows, heads, head size]"
+            )
+        if tensor.shape[1] != seq.rows:
+            hint = ""
+            if tensor.shape[1] == seq.seq_len:
+                hint = ": this is the whole sequence; pass seq.shard(tensor, dim=1)"
+            elif tensor.shape[2] == seq.rows:
+                hint = ": heads come after rows here; transpose dims 1 and 2"
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}: dim 1 must have the {seq.rows} rows of a shard of "
+                f"{seq!r}{hint}"
+            )
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}: "
+                "all three must agree"
+            )
+        if tensor.shape[3] % _HEAD_DIM_STEP or tensor.shape[3] == 0:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}: the head size {tensor.shape[3]} must be a multiple of "
+                f"{_HEAD_DIM_STEP}; pad it with zeros and pass softmax_scale"
+            )
+    batch, _, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    if batch == 0 or heads == 0:
+        raise ValueError(f"q is {list(q.shape)}: batch and heads must be at least 1")
+    if k.shape[0] != batch or v.shape[0] != batch:
+        raise ValueError(f"batch sizes differ: q {batch}, k {k.shape[0]}, v {v.shape[0]}")
+    if k.shape[3] != head_dim:
+        raise ValueError(
+            f"q has head size {head_dim} but k {k.shape[3]}: they are multiplied, so they must agree"
+        )
+    if v.shape[2] != kv_heads:
+        raise ValueError(f"k has {kv_heads} heads but v {v.shape[2]}: every key head has its own value head")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"q has {heads} heads and k {kv_heads}: the query heads must be a multiple of the key/value heads"
+        )
+
+
+def words_of(tensor: object) -> str:
+    if not isinstance(tensor, Tensor):
+        return f"a {type(tensor).__name__}"
+    grad = " with grad" if tensor.requires_grad and torch.is_grad_enabled() else ""
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}{grad}"
