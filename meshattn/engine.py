@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from meshattn.plan.hops import Hops
 from meshattn.plan.schedule import Block, Merge, Schedule, Transfer
 from meshattn.transport.base import Handle, Message, Transport
 from meshattn_kernels import AttentionKernel, Intervals
-from meshattn_kernels.contract import AccumulatorKind, clear_accumulator
+from meshattn_kernels.contract import ACCUMULATOR_KINDS, AccumulatorKind, clear_accumulator
 from meshattn_kernels.delta import row_delta
 from meshattn_kernels.merge import merge_partial
 
@@ -61,6 +62,31 @@ class Call:
     reduce_dtype: torch.dtype
     softmax_scale: float
     device: torch.device
+
+    @cached_property
+    def packings(self) -> Mapping[AccumulatorKind, tuple[Packing, Packing]]:
+        """How the accumulators of each kind lie here, and how they travel."""
+        return {kind: self._packings(kind) for kind in ACCUMULATOR_KINDS}
+
+    def _packings(self, kind: AccumulatorKind) -> tuple[Packing, Packing]:
+        shapes = self.kernel.accumulator_shapes(
+            kind,
+            batch=self.batch,
+            rows=self.key_rows if kind == "dkv" else self.rows,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+        )
+
+        def packed(dtype: torch.dtype) -> Packing:
+            # lse always moves in full: rounding it would scale whole rows.
+            types = {name: self.accumulator_dtype if name == "lse" else dtype for name in shapes}
+            return Packing(tuple(Field(name, shape, types[name]) for name, shape in shapes.items()))
+
+        # On a mesh of one rank one block is all that is ever added.
+        alone = self.forward.schedule.tile.ranks == 1 and kind in self.kernel.writes_finished
+        return packed(self.dtype if alone else self.accumulator_dtype), packed(self.reduce_dtype)
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,31 +200,7 @@ class _Accumulators:
         self._kind = kind
         self._dtype = call.dtype
         self._softmax_scale = call.softmax_scale
-        shapes = call.kernel.accumulator_shapes(
-            kind,
-            batch=call.batch,
-            rows=call.key_rows if kind == "dkv" else call.rows,
-            heads=call.heads,
-            kv_heads=call.kv_heads,
-            head_dim=call.head_dim,
-            head_dim_v=call.head_dim_v,
-        )
-        # On a mesh of one rank one block is all that is ever added.
-        alone = call.forward.schedule.tile.ranks == 1 and kind in call.kernel.writes_finished
-        kept = call.dtype if alone else call.accumulator_dtype
-        held = Packing(
-            tuple(
-                Field(name, shape, call.accumulator_dtype if name == "lse" else kept)
-                for name, shape in shapes.items()
-            )
-        )
-        # lse always moves in full: rounding it would scale whole rows.
-        self._wire = Packing(
-            tuple(
-                Field(name, shape, call.accumulator_dtype if name == "lse" else call.reduce_dtype)
-                for name, shape in shapes.items()
-            )
-        )
+        held, self._wire = call.packings[kind]
         self.moves = recv_slots > 0
         self._flat: list[Tensor] = []
         self.views: list[Views]

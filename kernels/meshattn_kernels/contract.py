@@ -26,6 +26,7 @@ from torch import Tensor
 from meshattn_kernels.intervals import Intervals
 
 AccumulatorKind = Literal["out", "dq", "dkv"]
+ACCUMULATOR_KINDS: tuple[AccumulatorKind, ...] = ("out", "dq", "dkv")
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
