@@ -26,7 +26,7 @@ from harness import REPORTS
 from meshattn import reference
 from meshattn.plan import Tile, tiles, total_bytes
 from meshattn.plan.cost import peak_memory
-from rank_contenders import Case, Contender, Ours, TorchContextParallel, alone, ours_by_transport
+from rank_contenders import Captured, Case, Contender, Ours, TorchContextParallel, alone, ours_by_transport
 from rank_report import DIRECTIONS, Result, table_of, write_report
 from rank_turns import in_turns
 
@@ -78,6 +78,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernel", help="local kernel by name (default: what the library chooses)")
     parser.add_argument("--tile", nargs="+", default=[], help="AxB (default: all)")
     parser.add_argument("--transport", nargs="+", default=["p2p"], choices=("symmetric", "p2p"))
+    parser.add_argument("--graph", action="store_true", help="also our passes as CUDA graphs")
     parser.add_argument("--one-gpu", action="store_true", help="also one rank alone with as much work")
     parser.add_argument("--torch", nargs="+", default=[], choices=("cudnn", "flash"), help="torch's own")
     parser.add_argument("--rounds", type=int, default=7)
@@ -127,6 +128,10 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
         single = alone(case, device, options.timeout)
         contenders.append(single)
         flop[single.name] = replace(case, seq_len=single.rows).flop()
+    if options.graph:
+        for contender in [x for x in contenders if isinstance(x, Ours)]:
+            contenders.append(Captured(contender))
+            flop[contenders[-1].name] = flop[contender.name]
     absent = {}
     for backend in options.torch:
         peer = TorchContextParallel(backend, case, device)

@@ -38,9 +38,16 @@ class Result:
 
 
 def _base(name: str, turns: dict[str, list[Turn]]) -> str | None:
-    """The same tile without transfers."""
-    base = f"{name.split(' ')[0]} skipped"
+    """The same tile without transfers, captured if the contender is."""
+    tile, *kind = name.split(" ")
+    base = " ".join([tile, "skipped", *kind[1:]])
     return base if base in turns and base != name else None
+
+
+def _alone(name: str, turns: dict[str, list[Turn]]) -> str | None:
+    """One GPU alone, captured if the contender is."""
+    alone = "one GPU graph" if name.endswith(" graph") else "one GPU"
+    return alone if alone in turns else None
 
 
 def _rate(result: Result, name: str, step: str) -> float:
@@ -62,8 +69,8 @@ def table_of(result: Result) -> str:
             exposed = [f"{x.median * 1e3:.0f} ({x.low * 1e3:.0f}..{x.high * 1e3:.0f})" for x in lost]
             exposed += [f"{x.median / spent:.1%}" for x, spent in zip(lost, took, strict=True)]
         share = ""
-        if "one GPU" in result.turns:
-            share = f"{_rate(result, name, 'both') / _rate(result, 'one GPU', 'both'):.3f}"
+        if limit := _alone(name, result.turns):
+            share = f"{_rate(result, name, 'both') / _rate(result, limit, 'both'):.3f}"
         sent = result.sent.get(name, {})
         rows.append(
             [
@@ -95,8 +102,8 @@ def _records(result: Result) -> list[Record]:
             timing = Timing.of(column(turns, step))
             records.append(Record("distributed", label, f"{step} ms", timing.median, spread=timing.spread))
             peer, ratio = None, None
-            if "one GPU" in result.turns and name != "one GPU":
-                peer, ratio = "one GPU", _rate(result, name, step) / _rate(result, "one GPU", step)
+            if (limit := _alone(name, result.turns)) and name != limit:
+                peer, ratio = limit, _rate(result, name, step) / _rate(result, limit, step)
             rate = _rate(result, name, step)
             records.append(Record("distributed", label, f"{step} TFLOP/s per rank", rate, peer, ratio))
             if base is not None:

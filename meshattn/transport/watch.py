@@ -19,7 +19,7 @@ from meshattn.transport.base import TransportError
 
 _LOOKS_PER_TIMEOUT = 20
 _LONGEST_PAUSE = 0.25  # seconds between two looks
-_RESCUE_PAUSE = 0.02
+_RESCUE_PAUSE = 0.005
 
 
 class Pending(Protocol):
@@ -56,7 +56,8 @@ class Watch:
     Args:
         timeout: seconds that an exchange may take once it has begun.
         enter_thread: called first in the watching thread.
-        give_up: called with the failure if exchanges still do not end after they have been let go.
+        give_up: called with the failure if none ends any more although all have been let go.
+        patience: seconds until then.
     """
 
     def __init__(
@@ -122,7 +123,8 @@ class Watch:
         self._something.clear()
         lanes = list(self._lanes.items())
         for name, lane in lanes:
-            _reap(lane)
+            if _reap(lane):
+                self._rescued_since = math.inf
             if self.failure is None and lane and self._overdue(name, lane[0]):
                 self.failure = f"{lane[0].failure} within {self._timeout:g} s"
         if not any(lane for _, lane in lanes):
@@ -151,11 +153,13 @@ class Watch:
         return now - since > self._timeout
 
 
-def _reap(lane: deque[Pending]) -> None:
-    """Take out what is done. A lane ends in order: if its last is done, all are, and one look is enough."""
-    done = len(lane)
+def _reap(lane: deque[Pending]) -> bool:
+    """Take out what is done, if anything is. A lane ends in order: if its last is done, all are."""
+    done, taken = len(lane), 0
     while done and not lane[done - 1].is_done():
         done //= 2
     while done or (lane and lane[0].is_done()):
         lane.popleft().recycle()
         done = max(0, done - 1)
+        taken += 1
+    return taken > 0
