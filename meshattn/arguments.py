@@ -127,3 +127,19 @@ def words_of(tensor: object) -> str:
         return f"a {type(tensor).__name__}"
     grad = " with grad" if tensor.requires_grad and torch.is_grad_enabled() else ""
     return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}{grad}"
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """One number a query head, on the device of q."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise ValueError(f"sinks is a {type(sinks).__name__}: it must be a tensor, or None")
+    heads = q.shape[2]
+    if sinks.shape != (heads,) or sinks.dtype not in _FLOATS:
+        raise ValueError(
+            f"sinks is {list(sinks.shape)} {sinks.dtype}: it must be a float tensor [{heads}], a logit for "
+            "each query head"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks is on {sinks.device} but q on {q.device}: they must agree")

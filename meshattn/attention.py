@@ -22,6 +22,7 @@ from meshattn.arguments import (
     autocast_type,
     check_keys,
     check_options,
+    check_sinks,
     check_tensors,
     check_types,
     words_of,
@@ -50,6 +51,7 @@ def mesh_attention(
     causal: bool = False,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    sinks: Tensor | None = None,
     softcap: float = 0.0,
     deterministic: bool = True,
     return_lse: bool = False,
@@ -76,6 +78,9 @@ def mesh_attention(
         softmax_scale: factor on q k^T, by default D ** -0.5.
         window_size: (left, right) keys that a query sees before and after its own, -1 for no bound; causal
             is right = 0. Together with documents inside each document.
+        sinks: [H], a logit for each query head that takes part in the softmax of every row and has no value
+            (as in gpt-oss); rows that see no key are not touched. Its gradient on each rank is that of the
+            rank's own rows, as for any weight.
         softcap: only 0.0 (off) so far.
         deterministic: True refuses kernels that are not bitwise deterministic.
         return_lse: also return lse; gradients flow through it as through out.
@@ -96,7 +101,7 @@ def mesh_attention(
     options = Options(
         causal, softmax_scale, window_size, softcap, deterministic, return_lse, reduce_dtype, kernel
     )
-    return _outside_graphs("mesh_attention", q, k, v, seq, kv_seq, options)
+    return _outside_graphs("mesh_attention", q, k, v, seq, kv_seq, sinks, options)
 
 
 def ring_attention(
@@ -109,6 +114,7 @@ def ring_attention(
     causal: bool = False,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    sinks: Tensor | None = None,
     softcap: float = 0.0,
     deterministic: bool = True,
     return_lse: bool = False,
@@ -123,7 +129,7 @@ def ring_attention(
     options = Options(
         causal, softmax_scale, window_size, softcap, deterministic, return_lse, reduce_dtype, kernel
     )
-    return _outside_graphs("ring_attention", q, k, v, seq, kv_seq, options)
+    return _outside_graphs("ring_attention", q, k, v, seq, kv_seq, sinks, options)
 
 
 def kernel_for(
@@ -175,6 +181,7 @@ def attend(
     v: Tensor,
     seq: ShardedSequence,
     kv_seq: ShardedSequence | None,
+    sinks: Tensor | None,
     options: Options,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One checked call of the public function `name`."""
@@ -183,27 +190,30 @@ def attend(
     mesh = seq.mesh
     mesh.require_open()
     keys = seq if kv_seq is None else kv_seq
-    looks = _looks(name, q, k, v, kv_seq, options)
+    looks = _looks(name, q, k, v, kv_seq, sinks, options)
     ready = seq.ready.get(looks)
     if ready is None:
-        ready = seq.ready[looks] = _make_ready(name, q, k, v, seq, keys, options)
+        ready = seq.ready[looks] = _make_ready(name, q, k, v, seq, keys, sinks, options)
         if len(seq.ready) > _KEPT_CALLS:
             seq.ready.popitem(last=False)
     else:
         mesh.agreement.enter(name, ready.statement)
     q, k, v = autocast(q, k, v)
     q, k, v = seq.without_gaps(q), keys.without_gaps(k), keys.without_gaps(v)
-    out, lse = _Attention.apply(q, k, v, mesh, ready.call)  # type: ignore[no-untyped-call]
+    out, lse = _Attention.apply(q, k, v, sinks, mesh, ready.call)  # type: ignore[no-untyped-call]
     out = seq.without_gaps(out)
     return (out, lse) if options.return_lse else out
 
 
-def _looks(name: str, q: Tensor, k: Tensor, v: Tensor, kv_seq: object, options: Options) -> object:
+def _looks(
+    name: str, q: Tensor, k: Tensor, v: Tensor, kv_seq: object, sinks: Tensor | None, options: Options
+) -> object:
     """What a call on a sequence is checked for and planned from. A new object if it cannot be right."""
-    if not all(isinstance(x, Tensor) for x in (q, k, v)):
+    given = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if not all(isinstance(x, Tensor) for x in given):
         return object()
     kind, grad = q.device.type, torch.is_grad_enabled()
-    tensors = tuple((x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in (q, k, v))
+    tensors = tuple((x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in given)
     return name, tensors, grad, autocast_type(kind), kv_seq, repr(options)
 
 
@@ -214,6 +224,7 @@ def _make_ready(
     v: Tensor,
     seq: ShardedSequence,
     keys: ShardedSequence,
+    sinks: Tensor | None,
     options: Options,
 ) -> _Ready:
     """Check a call on this rank and with all others, and plan it. Collective."""
@@ -227,6 +238,7 @@ def _make_ready(
         check_types(q, k, v)
         q, k, v = autocast(q, k, v)
         check_tensors(q, k, v, seq, keys)
+        check_sinks(sinks, q)
         mesh.connection.check_device(q.device)
         local = _check_kernel(options, q, v, masks)
         chosen = local.name
@@ -236,7 +248,7 @@ def _make_ready(
         if isinstance(sequence, ShardedSequence):
             sequence.agree(error)
     # Ranks with other GPUs or versions may choose other kernels, whose accumulators do not fit together.
-    statement = _statement(q, k, v, seq, keys, options) | {"kernel": chosen}
+    statement = _statement(q, k, v, seq, keys, sinks, options) | {"kernel": chosen}
     mesh.agreement.enter(name, statement, error)
     ring = Tile(1, mesh.size) if name == "ring_attention" else None
     return _Ready(_plan(mesh, masks, q, k, v, options, local, ring), statement)
@@ -263,10 +275,12 @@ def _check_kernel(options: Options, q: Tensor, v: Tensor, masks: BlockMasks) -> 
 
 
 def _statement(
-    q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence, keys: object, options: Options
+    q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence, keys: object, sinks: object, options: Options
 ) -> dict[str, str]:
     """What must be the same on all ranks."""
     tensors = {name: words_of(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    if sinks is not None:
+        tensors["sinks"] = words_of(sinks)
     sequences = {"sequence": seq.stated}
     if keys is not seq:
         sequences["kv_seq"] = keys.stated if isinstance(keys, ShardedSequence) else f"a {type(keys).__name__}"
@@ -351,11 +365,17 @@ def _engine_room(mesh: AttentionMesh, call: engine.Call) -> Iterator[None]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, mesh: AttentionMesh, call: engine.Call
+        ctx: FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        mesh: AttentionMesh,
+        call: engine.Call,
     ) -> tuple[Tensor, Tensor]:
         with _engine_room(mesh, call):
-            out, lse = engine.forward(call, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+            out, lse = engine.forward(call, q, k, v, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)  # type: ignore[arg-type]  # None is allowed
         ctx.set_materialize_grads(False)
         ctx.mesh, ctx.call = mesh, call  # type: ignore[attr-defined]
         ctx.number = mesh.agreement.calls  # type: ignore[attr-defined]
@@ -363,17 +383,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         # Ranks that came to their backward passes in another order would add up each other's gradients.
         before = ctx.mesh.agreement.calls - ctx.number
         ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it"})
         if do is None:  # only lse is used
             do = torch.zeros_like(out)
         with torch.no_grad(), _engine_room(ctx.mesh, ctx.call):
-            grads = engine.backward(ctx.call, q, k, v, out, lse, do, dlse)
+            grads = engine.backward(ctx.call, q, k, v, out, lse, do, dlse, sinks)
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients
-            sources = [x for x in (q, k, v, do, dlse) if x is not None]
-            grads = _Undifferentiable.apply(*grads, *sources)  # type: ignore[no-untyped-call]
+            sources = [x for x in (q, k, v, sinks, do, dlse) if x is not None]
+            some = [x for x in grads if x is not None]
+            some = _Undifferentiable.apply(len(some), *some, *sources)  # type: ignore[no-untyped-call]
+            grads = *some, *grads[len(some) :]
         return *grads, None, None
 
 
@@ -385,8 +407,8 @@ class _Undifferentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:3])
+    def forward(ctx: FunctionCtx, gradients: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:gradients])
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from meshattn.packing import Field, Packing
 from meshattn.plan.assignment import Assignment
 from meshattn.plan.hops import Hops
 from meshattn.plan.schedule import Block, Merge, Schedule, Transfer
+from meshattn.sinks import add_sinks, sinks_gradient
 from meshattn.transport.base import Handle, Message, Transport
 from meshattn_kernels import AttentionKernel, Intervals
 from meshattn_kernels.contract import ACCUMULATOR_KINDS, AccumulatorKind, clear_accumulator
@@ -89,20 +90,23 @@ class Call:
         return packed(self.dtype if alone else self.accumulator_dtype), packed(self.reduce_dtype)
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks.
 
     Args:
         q: [B, C, H, D], this rank's chunk.
         k: [B, C_kv, H_kv, D].
         v: [B, C_kv, H_kv, D_v].
+        sinks: [H], see `meshattn.sinks`.
 
     Returns:
         out [B, C, H, D_v] in the type of q and lse [B, H, C] in the accumulator type.
     """
     work = _Forward(call, q, k, v)
     _execute(call, call.forward, work)
-    return work.finish()
+    return work.finish(sinks)
 
 
 def backward(
@@ -114,14 +118,21 @@ def backward(
     lse: Tensor,
     do: Tensor,
     dlse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's q, k and v; arguments as given to and returned by `forward`, do like out.
+    sinks: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of this rank's q, k, v and sinks; arguments as given to and returned by `forward`, do like
+    out.
 
-    dlse is like lse: the gradient that comes in through it, if any.
+    dlse is like lse: the gradient that comes in through it, if any. That of the sinks is what the rows of
+    this rank give.
     """
-    work = _Backward(call, q, k, v, out, lse, do, dlse)
+    delta = row_delta(do, out)
+    if dlse is not None:
+        # d lse / d score = p, so that ds = p * (dp - delta + dlse); rows that see no key have no score.
+        delta = delta - dlse.masked_fill(lse == -math.inf, 0.0)
+    work = _Backward(call, q, k, v, lse, do, delta)
     _execute(call, call.backward, work)
-    return work.finish()
+    return *work.finish(), None if sinks is None else sinks_gradient(sinks, lse, delta)
 
 
 def _execute(call: Call, plan: PassPlan, work: _Pass) -> None:
@@ -247,9 +258,13 @@ class _Accumulators:
             for name, accumulator in mine.items():
                 accumulator.add_(theirs[name])
 
+    def complete(self) -> None:
+        """This rank's own row or column holds its result, also if nothing was added to it."""
+        self._settle(0, 0)
+
     def finish(self) -> tuple[Tensor, ...]:
         """This rank's own row or column in the caller's layout and type."""
-        self._settle(0, 0)
+        self.complete()
         return self._kernel.finish(
             self._kind, self.views[0], dtype=self._dtype, softmax_scale=self._softmax_scale
         )
@@ -316,8 +331,11 @@ class _Forward(_Pass):
             first=out.first(block.row),
         )
 
-    def finish(self) -> tuple[Tensor, Tensor]:
+    def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         partial = self._partials["out"]
+        partial.complete()
+        if sinks is not None:
+            add_sinks(partial.views[0], sinks)
         (out,) = partial.finish()
         lse = partial.views[0]["lse"]
         # A copy: a view would keep the whole accumulator alive until the backward pass.
@@ -331,15 +349,10 @@ class _Backward(_Pass):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
         lse: Tensor,
         do: Tensor,
-        dlse: Tensor | None,
+        delta: Tensor,
     ) -> None:
-        delta = row_delta(do, out)
-        if dlse is not None:
-            # d lse / d score = p, so that ds = p * (dp - delta + dlse); rows that see no key have no score.
-            delta = delta - dlse.masked_fill(lse == -math.inf, 0.0)
         bundle = {"q": q, "do": do, "lse": lse, "delta": delta}
         super().__init__(call, call.backward, bundle, {"k": k, "v": v}, {"dq": "row", "dkv": "col"})
 

@@ -27,18 +27,20 @@ def attention(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    sinks: Tensor | None = None,
     cu_seqlens_q: Sequence[int] | Tensor | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
     document_lengths_q: Sequence[int] | Tensor | None = None,
     document_lengths_k: Sequence[int] | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q to k and v, differentiable in all three.
+    """Attention of q to k and v, differentiable in all three and in the sinks.
 
     Args:
         q: queries [B, S_q, H, D].
         k: keys [B, S_k, H_kv, D]; query head h uses key/value head h // (H / H_kv).
         v: values [B, S_k, H_kv, D_v].
         softmax_scale: factor of the scores, 1 / sqrt(D) by default.
+        sinks: [H], one more score in every row of a head, for a key without value; in rows that see a key.
         causal, window_size, cu_seqlens_q, cu_seqlens_k, document_lengths_q, document_lengths_k: as in
             ``visible_pairs``.
 
@@ -69,8 +71,11 @@ def attention(
     scores = scores.masked_fill(~visible & ~sees_none[:, None], -math.inf).masked_fill(
         sees_none[:, None], 0.0
     )
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column.masked_fill(sees_none[:, None], 0.0)], dim=-1)
     lse = scores.logsumexp(-1).masked_fill(sees_none, -math.inf)
-    p = scores.softmax(-1).masked_fill(sees_none[:, None], 0.0).to(q.dtype)
+    p = scores.softmax(-1).masked_fill(sees_none[:, None], 0.0).to(q.dtype)[..., : k.shape[1]]
     return torch.einsum("bhst,bthd->bshd", p, v), lse
 
 

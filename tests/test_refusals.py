@@ -176,6 +176,21 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         ValueError,
         ("kv_seq is a int", "mesh.sequence(seq_len)"),
     ),
+    "sinks-of-other-heads": (
+        lambda m: _attend(m, sinks=torch.zeros(3)),
+        ValueError,
+        ("sinks is [3] torch.float32", "[4], a logit for each query head"),
+    ),
+    "sinks-a-number": (
+        lambda m: _attend(m, sinks=0.5),
+        ValueError,
+        ("sinks is a float", "a tensor, or None"),
+    ),
+    "sinks-elsewhere": (
+        lambda m: _attend(m, sinks=torch.zeros(4, device="meta")),
+        ValueError,
+        ("sinks is on meta but q on cpu",),
+    ),
     "k-not-of-kv-seq": (
         lambda m: _attend(m, kv_seq=m.sequence(4)),
         ValueError,
@@ -393,7 +408,7 @@ def test_ring_attention_refuses_the_same() -> None:
         x = torch.ones(2, ROWS, 4, 8)
         with pytest.raises(NotImplementedError, match="softcap"):
             ma.ring_attention(x, x, x, mesh.sequence(SEQ_LEN), softcap=1.0)
-        with pytest.raises(TypeError, match="sinks"):
-            ma.ring_attention(x, x, x, mesh.sequence(SEQ_LEN), sinks=x)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="alibi_slopes"):
+            ma.ring_attention(x, x, x, mesh.sequence(SEQ_LEN), alibi_slopes=x)  # type: ignore[call-arg]
 
     run_ranks(RANKS, on_rank)

@@ -27,10 +27,11 @@ MASKS: dict[str, tuple[tuple[LayoutKind, ...], int, MaskRule]] = {
     "`cu_seqlens`, `document_lengths`": (get_args(LayoutKind), 24, MaskRule(right=0, documents=PACKED)),
     "`kv_seq` of another length, striped or contiguous": (("striped", "contiguous"), 31, MaskRule(right=0)),
 }
+# What is computed outside of the kernels, and tested with each of them or with any.
+OUTSIDE_KERNELS = ("`sinks`, and its gradient", "gradients through `lse`")
 # An argument that no kernel honours -> what happens.
 REFUSED: dict[str, dict[str, Any]] = {
     "`softcap`": {"softcap": 20.0},
-    "attention sinks": {"sinks": torch.zeros(2)},
     "dropout": {"dropout_p": 0.1},
     "ALiBi, bias, arbitrary masks": {"attn_mask": torch.ones(4, 4)},
 }
@@ -57,6 +58,7 @@ def matrix() -> list[str]:
     lines = [names, ["---"] * len(names)]
     for number, mask in enumerate(MASKS):
         lines.append([mask, *("yes" if answers[number] else "refused" for answers in columns)])
+    lines += [[option, *["yes"] * len(columns)] for option in OUTSIDE_KERNELS]
     lines += [[option, *["refused"] * len(columns)] for option in REFUSED]
     return ["| " + " | ".join(line) + " |" for line in lines]
 

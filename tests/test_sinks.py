@@ -1,0 +1,153 @@
+"""Attention sinks: against a dense softmax with one more column, for any mask, tile and number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+import meshattn as ma
+from cases import Results, Shape
+from distributed import Case, Packed, assemble, inputs_of, local_inputs, sequences
+from mask_cases import mask_cases
+from meshattn import reference
+from meshattn.plan.assignment import Tile
+from meshattn.testing import run_ranks
+from tolerance import assert_close
+
+CASE = Case(Tile(2, 2), Shape(B=2, S=14, H=4, H_kv=2, D=8, D_v=16))
+
+
+def sinks_of(case: Case) -> Tensor:
+    generator = torch.Generator().manual_seed(case.seed)
+    return torch.randn(case.shape.H, generator=generator, dtype=torch.float64).to(case.dtype)
+
+
+def run(case: Case, sinks: Tensor | None, **options: Any) -> tuple[Results, list[Tensor]]:
+    """Global results, and the gradient of the sinks on every rank."""
+
+    def on_rank(group: Any) -> tuple[Results, Tensor]:
+        mesh = ma.init_attention_mesh(group, tile=case.tile)
+        seq, kv_seq = sequences(mesh, case)
+        *leaves, do = local_inputs(case, mesh.rank)
+        leaves = [x.requires_grad_() for x in leaves]
+        own = None if sinks is None else sinks.clone().requires_grad_()
+        call = ma.ring_attention if case.ring else ma.mesh_attention
+        out, lse = call(
+            *leaves,
+            seq,
+            kv_seq=kv_seq,
+            causal=case.causal,
+            window_size=case.window_size,
+            softmax_scale=case.softmax_scale,
+            sinks=own,
+            return_lse=True,
+            **options,
+        )
+        wanted = leaves if own is None else [*leaves, own]
+        dq, dk, dv, *rest = torch.autograd.grad(out, wanted, do)
+        return Results(out.detach(), lse.detach(), dq, dk, dv), rest[0] if rest else torch.zeros(())
+
+    answers = run_ranks(case.ranks, on_rank)
+    return assemble(case, [results for results, _ in answers]), [dsinks for _, dsinks in answers]
+
+
+def dense(case: Case) -> tuple[Results, Tensor]:
+    inputs = [x.double() for x in inputs_of(case.shape, case.dtype, case.seed)]
+    leaves = [x.clone().requires_grad_() for x in (*inputs[:3], sinks_of(case).double())]
+    q, k, v, sinks = leaves
+    out, lse = reference.attention(q, k, v, sinks=sinks, softmax_scale=case.softmax_scale, **case.rule)
+    dq, dk, dv, dsinks = torch.autograd.grad(out, leaves, inputs[3])
+    return Results(out.detach(), lse.detach(), dq, dk, dv), dsinks
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(mask_cases())
+def test_any_mask_with_sinks(case: Case) -> None:
+    """The gradients of the ranks sum to that of the dense one: every row counts once."""
+    whole, by_rank = run(case, sinks_of(case))
+    expected, dsinks = dense(case)
+    for name in Results._fields:
+        assert_close(f"{case}: {name}", getattr(whole, name), getattr(expected, name))
+    assert_close(f"{case}: dsinks", torch.stack(by_rank).sum(0), dsinks)
+
+
+def test_the_dense_one_is_a_key_without_value() -> None:
+    """The oracle against attention over one more key, of score s and value 0."""
+    q, k, v, _ = inputs_of(Shape(B=1, S=5, H=2, H_kv=2, D=8), torch.float64, 0)
+    sinks = torch.tensor([0.7, -1.2], dtype=torch.float64)
+    scores = torch.einsum("bshd,bthd->bhst", q, k) * 8**-0.5
+    weights = scores.exp()
+    total = weights.sum(-1) + sinks.exp()[:, None]
+    out, lse = reference.attention(q, k, v, sinks=sinks)
+    assert torch.allclose(lse, total.log(), atol=1e-13)
+    assert torch.allclose(out, torch.einsum("bhst,bthd->bshd", weights / total[..., None], v), atol=1e-13)
+
+
+def test_a_sink_far_below_changes_nothing_and_one_far_above_takes_all() -> None:
+    plain, _ = run(CASE, None)
+    low, dlow = run(CASE, torch.full((4,), -1e4, dtype=torch.float64))
+    assert all(torch.equal(x, y) for x, y in zip(plain, low, strict=True))
+    assert not torch.stack(dlow).any()
+    high, _ = run(CASE, torch.full((4,), 1e4, dtype=torch.float64))
+    assert not high.out.any() and not high.dv.any() and (high.lse == 1e4).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_lower_types_and_bits(dtype: torch.dtype) -> None:
+    """Sinks in float32 beside any type; the same bits on every run, and on a ring those of (1, P)."""
+    case = Case(Tile(1, 3), CASE.shape, dtype=dtype, documents=Packed((0, 3, 12)))
+    ring = Case(Tile(3, 1), CASE.shape, dtype=dtype, documents=Packed((0, 3, 12)), ring=True)
+    sinks = torch.tensor([0.3, -0.5, 1.0, 0.0])
+    first, dsinks = run(case, sinks)
+    for other, again in (run(case, sinks), run(ring, sinks)):
+        assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(dsinks, again, strict=True))
+    assert dsinks[0].dtype == torch.float32
+    exact = reference.attention(
+        *(x.double() for x in inputs_of(case.shape, dtype, 0)[:3]), sinks=sinks.double(), **case.rule
+    )[0]
+    assert (first.out.double() - exact).abs().max() < 8 * torch.finfo(dtype).eps
+
+
+def test_gradient_of_the_sinks_alone_and_of_lse() -> None:
+    """q, k and v are constants; the loss is made of lse."""
+
+    def on_rank(group: Any) -> Tensor:
+        mesh = ma.init_attention_mesh(group, tile=CASE.tile)
+        q, k, v, _ = local_inputs(CASE, mesh.rank)
+        sinks = sinks_of(CASE).requires_grad_()
+        _, lse = ma.mesh_attention(
+            q, k, v, sequences(mesh, CASE)[0], causal=True, sinks=sinks, return_lse=True
+        )
+        lse.masked_fill(lse == -torch.inf, 0.0).sum().backward()
+        assert sinks.grad is not None
+        return sinks.grad
+
+    q, k, v, _ = inputs_of(CASE.shape, CASE.dtype, CASE.seed)
+    sinks = sinks_of(CASE).requires_grad_()
+    (expected,) = torch.autograd.grad(reference.attention(q, k, v, causal=True, sinks=sinks)[1].sum(), sinks)
+    assert_close("dsinks", torch.stack(run_ranks(4, on_rank)).sum(0), expected)
+
+
+def test_double_backward_through_sinks_is_refused() -> None:
+    def on_rank(group: Any) -> None:
+        mesh = ma.init_attention_mesh(group, tile=CASE.tile)
+        q, k, v, do = local_inputs(CASE, mesh.rank)
+        sinks = sinks_of(CASE).requires_grad_()
+        out = ma.mesh_attention(q.requires_grad_(), k, v, sequences(mesh, CASE)[0], causal=True, sinks=sinks)
+        dq, dsinks = torch.autograd.grad(out, (q, sinks), do, create_graph=True)
+        for gradient in (dq, dsinks):
+            with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
+                torch.autograd.grad(gradient.square().sum(), sinks, retain_graph=True)
+
+    run_ranks(4, on_rank)
