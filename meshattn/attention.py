@@ -30,13 +30,14 @@ from meshattn.arguments import (
 from meshattn.masks import BlockMasks
 from meshattn.mesh import AttentionMesh
 from meshattn.plan.assignment import Tile
-from meshattn.plan.cost import CallShape
+from meshattn.plan.cost import CallShape, pays_to_share
 from meshattn.plan.route import route
 from meshattn.plan.schedule import Direction
 from meshattn.sequence import ShardedSequence
 from meshattn.transport.base import TransportError
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
+from meshattn_kernels.sharing import leave_room
 
 _KEPT_CALLS = 32  # kinds of calls on one sequence that are not checked again: those of all layers of a model
 
@@ -316,8 +317,8 @@ def _plan(
     tile = tile or mesh.tile_for(shape, masks.visibility)
     return engine.Call(
         rank=mesh.rank,
-        forward=_plan_pass("forward", mesh, shape, tile, masks, q.device),
-        backward=_plan_pass("backward", mesh, shape, tile, masks, q.device),
+        forward=_plan_pass("forward", mesh, shape, tile, masks, kernel, q.device),
+        backward=_plan_pass("backward", mesh, shape, tile, masks, kernel, q.device),
         kernel=kernel,
         intervals=masks.block,
         batch=batch,
@@ -341,14 +342,18 @@ def _plan_pass(
     shape: CallShape,
     tile: Tile,
     masks: BlockMasks,
+    kernel: AttentionKernel,
     device: torch.device,
 ) -> engine.PassPlan:
     taken = route(direction, shape, tile, masks.visibility, mesh.rank)
+    transports = mesh.transports(tile, device, taken.paths)
+    crowd = max(transport.multiprocessors for transport in transports.values())
     return engine.PassPlan(
         schedule=taken.schedule,
         assignment=taken.assignment,
         hops=taken.hops,
-        transports=mesh.transports(tile, device, taken.paths),
+        transports=transports,
+        crowded_kernel=leave_room(kernel, device, crowd) if pays_to_share(direction, shape, tile) else kernel,
     )
 
 

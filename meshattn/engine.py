@@ -40,6 +40,7 @@ class PassPlan:
     assignment: Assignment  # which way round its rings it goes
     hops: Hops  # the transfers of the list that take place for this rank
     transports: Mapping[str, Transport]  # by axis
+    crowded_kernel: AttentionKernel  # for blocks beside transfers that take multiprocessors
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,13 @@ def backward(
 def _execute(call: Call, plan: PassPlan, work: _Pass) -> None:
     schedule, transports = plan.schedule, plan.transports
     handles: dict[int, Handle] = {}
+    crowding: set[int] = set()  # transfers under way that take multiprocessors from the kernels
     arrived: set[int] = set()
     releases: dict[int, list[int]] = {}
     for number, step in enumerate(schedule.steps):
         for waited in step.waits:
             handles[waited].wait()
+            crowding.discard(waited)
         for merge in step.merges:
             if merge.transfer in arrived:
                 work.merge(merge)
@@ -152,6 +155,8 @@ def _execute(call: Call, plan: PassPlan, work: _Pass) -> None:
             send = work.outgoing(transfer) if plan.hops.sends(transfer) else None
             recv = work.incoming(transfer) if plan.hops.receives(transfer) else None
             handles[transfer.number] = transport.start(message, send, recv)
+            if transport.multiprocessors and not (send is None and recv is None):
+                crowding.add(transfer.number)
             if recv is not None:
                 arrived.add(transfer.number)
             releases.setdefault(transfer.last_use, []).append(transfer.number)
@@ -159,7 +164,7 @@ def _execute(call: Call, plan: PassPlan, work: _Pass) -> None:
             for transport in {transports[transfer.axis] for transfer in step.transfers}:
                 transport.compute_follows()
         for block in step.blocks:
-            work.block(block)
+            work.block(block, crowded=bool(crowding))
         for released in releases.pop(number, ()):
             handles.pop(released).release()
     assert not handles, f"transfers {sorted(handles)} were never released"
@@ -278,7 +283,7 @@ class _Pass:
     ) -> None:
         slots, transports = plan.schedule.slots, plan.transports
         self._call = call
-        self._assignment = plan.assignment
+        self._plan = plan
         self._chunks = {
             "row": _Chunks(call, transports["row"], "row", slots.row, row),
             "col": _Chunks(call, transports["col"], "col", slots.col, col),
@@ -302,15 +307,16 @@ class _Pass:
     def merge(self, merge: Merge) -> None:
         self._partials[merge.payload].merge(merge)
 
-    def block(self, block: Block) -> None:
+    def block(self, block: Block, *, crowded: bool) -> None:
         call = self._call
-        queries = self._assignment.query_chunk(call.rank, block.row)
-        keys = self._assignment.key_chunk(call.rank, block.col)
+        queries = self._plan.assignment.query_chunk(call.rank, block.row)
+        keys = self._plan.assignment.key_chunk(call.rank, block.col)
         intervals = call.intervals(queries, keys)
         if not intervals.is_empty:
-            self._compute(block, intervals)
+            kernel = self._plan.crowded_kernel if crowded else call.kernel
+            self._compute(kernel, block, intervals)
 
-    def _compute(self, block: Block, intervals: Intervals) -> None:
+    def _compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
         raise NotImplementedError
 
 
@@ -318,10 +324,10 @@ class _Forward(_Pass):
     def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
         super().__init__(call, call.forward, {"q": q}, {"k": k, "v": v}, {"out": "row"})
 
-    def _compute(self, block: Block, intervals: Intervals) -> None:
+    def _compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
         queries, keys = self._chunks["row"].views[block.row_slot], self._chunks["col"].views[block.col_slot]
         out = self._partials["out"]
-        self._call.kernel.forward(
+        kernel.forward(
             queries["q"],
             keys["k"],
             keys["v"],
@@ -356,10 +362,10 @@ class _Backward(_Pass):
         bundle = {"q": q, "do": do, "lse": lse, "delta": delta}
         super().__init__(call, call.backward, bundle, {"k": k, "v": v}, {"dq": "row", "dkv": "col"})
 
-    def _compute(self, block: Block, intervals: Intervals) -> None:
+    def _compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
         queries, keys = self._chunks["row"].views[block.row_slot], self._chunks["col"].views[block.col_slot]
         dq, dkv = self._partials["dq"], self._partials["dkv"]
-        self._call.kernel.backward(
+        kernel.backward(
             queries["q"],
             keys["k"],
             keys["v"],

@@ -195,6 +195,18 @@ def costs(direction: Direction, shape: CallShape) -> Costs:
     )
 
 
+def pays_to_share(direction: Direction, shape: CallShape, tile: Tile) -> bool:
+    """Whether blocks beside a transfer that takes an eighth of the GPU should leave it to the transfer.
+
+    A kernel that wants the whole GPU ends later by the time of the transfer, one that leaves an eighth by an
+    eighth of its own time.
+    """
+    cost = costs(direction, shape)
+    moving = [cost.row_in, cost.row_out] if tile.a > 1 else []
+    moving += [cost.col_in, cost.col_out] if tile.b > 1 else []
+    return cost.block < 8 * max(moving, default=0)
+
+
 def message_bytes(direction: Direction, shape: CallShape) -> dict[tuple[Axis, Way], int]:
     """Bytes of one message of a pass, by axis and way."""
     return {

@@ -90,6 +90,8 @@ class Transport(ABC):
     """Exchanges between the ranks of one mesh; all ranks start the same exchanges in the same order."""
 
     name: str
+    multiprocessors: int = 0
+    """How many an exchange takes away from kernels on the same GPU while it runs."""
 
     def __init__(self, traffic: Traffic | None = None) -> None:
         self.traffic = Traffic() if traffic is None else traffic

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ class NcclGroup:
         device: whose tensors it exchanges.
         timeout: seconds that an exchange may take once nothing of this rank holds it up.
     """
+
+    MULTIPROCESSORS: ClassVar[int] = 16  # of its send and receive kernel
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         self._backend = group._get_backend(device)

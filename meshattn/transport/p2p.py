@@ -58,6 +58,8 @@ class P2PTransport(Transport):
     ) -> None:
         super().__init__()
         self.group = group
+        if self.uses_nccl:
+            self.multiprocessors = NcclGroup.MULTIPROCESSORS
         self._members = tuple(members)
         self._names = tuple(names)
         self._count = 0

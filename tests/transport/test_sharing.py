@@ -1,0 +1,82 @@
+"""Blocks beside a transfer that takes multiprocessors run on a kernel that leaves them."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cases import Shape
+from distributed import Case, assert_equals_oracle, run_cases
+from meshattn import attention
+from meshattn.plan.assignment import Tile
+from meshattn.plan.cost import CallShape, pays_to_share
+from meshattn.transport.threads import ThreadTransport
+from meshattn_kernels.reference import ReferenceKernel
+from meshattn_kernels.sharing import leave_room
+
+CUDA = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True)
+class Counting(ReferenceKernel):
+    workers: int | None = None
+
+
+def test_a_kernel_leaves_room_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert leave_room(Counting(), CUDA, 16) == Counting(workers=116)
+    assert leave_room(Counting(workers=40), CUDA, 16) == Counting(workers=24)
+    assert leave_room(Counting(workers=3), CUDA, 16) == Counting(workers=1)
+    plain = ReferenceKernel()
+    assert leave_room(plain, CUDA, 16) is plain
+    for same in ((Counting(), CUDA, 0), (Counting(), torch.device("cpu"), 16)):
+        assert leave_room(*same) is same[0]
+
+
+def test_long_blocks_take_all_and_short_ones_share() -> None:
+    def shape(rows: int) -> CallShape:
+        return CallShape(1, rows, 16, 16, 128, 128, 2, 4, 4, causal=True)
+
+    assert pays_to_share("forward", shape(2048), Tile(1, 2))
+    assert not pays_to_share("forward", shape(2**20), Tile(1, 2))
+    assert not pays_to_share("forward", shape(2048), Tile(1, 1)), "nothing moves"
+
+
+@pytest.mark.parametrize("tile", [Tile(1, 3), Tile(2, 2), Tile(1, 1)], ids=str)
+def test_blocks_beside_transfers_use_the_kernel_that_leaves_room(
+    tile: Tile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: defaultdict[str, list[bool]] = defaultdict(list)
+    lock = threading.Lock()
+
+    @dataclass(frozen=True)
+    class Roomy(ReferenceKernel):
+        def forward(self, *args: Any, **options: Any) -> None:
+            with lock:
+                seen["forward"].append(True)
+            super().forward(*args, **options)
+
+    compute = ReferenceKernel.forward
+
+    def forward(self: ReferenceKernel, *args: Any, **options: Any) -> None:
+        if not isinstance(self, Roomy):
+            with lock:
+                seen["forward"].append(False)
+        compute(self, *args, **options)
+
+    monkeypatch.setattr(ReferenceKernel, "forward", forward)
+    monkeypatch.setattr(ThreadTransport, "multiprocessors", 16)
+    monkeypatch.setattr(attention, "leave_room", lambda kernel, device, n: Roomy() if n == 16 else kernel)
+    case = Case(tile, Shape(B=1, S=19, H=2, H_kv=1, D=8), causal=False)
+    (by_rank,) = run_cases([case], kernel="reference")
+    assert_equals_oracle(case, by_rank)
+    beside = seen["forward"].count(True)
+    assert beside == 0 if tile.ranks == 1 else 0 < beside < tile.ranks * tile.ranks
+    assert len(seen["forward"]) == tile.ranks * tile.ranks
