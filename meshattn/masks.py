@@ -101,12 +101,14 @@ def gives_bands(rule: MaskRule, q_layout: Layout, kv_layout: Layout) -> bool:
 
 @lru_cache(maxsize=64)
 def visible_blocks(rule: MaskRule, q_layout: Layout, kv_layout: Layout) -> Visibility:
-    """Which pairs of chunks have a query that sees a key; takes time in proportion to S, not to S * P."""
+    """Which pairs of chunks have a query that sees a key."""
     chunks = range(q_layout.chunks)
     if gives_bands(rule, q_layout, kv_layout):
         return _visible_bands(rule, q_layout, kv_layout)
     runs = _Runs.of(kv_layout)
-    return Visibility(tuple(runs.met_by(_key_ranges(rule, q_layout, i, kv_layout.seq_len)) for i in chunks))
+    return Visibility(
+        tuple(runs.met_by(_merged_ranges(rule, q_layout, i, kv_layout.seq_len)) for i in chunks)
+    )
 
 
 def _visible_bands(rule: MaskRule, q_layout: Layout, kv_layout: Layout) -> Visibility:
@@ -208,15 +210,31 @@ def _key_ranges(rule: MaskRule, q_layout: Layout, i: int, kv_len: int) -> Tensor
 
     Cached, because a rank meets its few query chunks once a key chunk; never written to.
     """
-    position = chunk_positions(q_layout, i)
+    return torch.stack(_ranges_of(rule, chunk_positions(q_layout, i), q_layout.seq_len, kv_len))
+
+
+def _merged_ranges(rule: MaskRule, q_layout: Layout, i: int, kv_len: int) -> Tensor:
+    """The same, or fewer ranges that cover the same keys: those of neighbours in a document lie close
+    together, unless a window is narrower than the stride of the rows."""
+    pieces, position = q_layout.pieces(i), chunk_positions(q_layout, i)
+    if rule.left is not None and rule.right is not None and rule.left + rule.right + 1 < pieces[0].stride:
+        return _key_ranges(rule, q_layout, i, kv_len)
+    edges = [torch.tensor([0, pieces[0].length, len(position)], dtype=torch.int64, device="cpu")]
+    if rule.documents is not None:
+        edges.append(_count_below(q_layout, i, rule.documents.tables[0]))
+    row = torch.cat(edges).clamp_(max=len(position)).unique()  # type: ignore[no-untyped-call]
+    first, _ = _ranges_of(rule, position[row[:-1]], q_layout.seq_len, kv_len)
+    _, end = _ranges_of(rule, position[row[1:] - 1], q_layout.seq_len, kv_len)
+    return torch.stack([first, end])
+
+
+def _ranges_of(rule: MaskRule, position: Tensor, q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
+    """First and end of the keys that queries at global positions see."""
     if rule.documents is None:
         low, high = torch.tensor([0, kv_len], dtype=torch.int64, device="cpu")
-        aligned = position + (kv_len - q_layout.seq_len)
+        aligned = position + (kv_len - q_len)
     else:
-        for name, bounds, seq_len in (
-            ("q", rule.documents.q, q_layout.seq_len),
-            ("k", rule.documents.k, kv_len),
-        ):
+        for name, bounds, seq_len in (("q", rule.documents.q, q_len), ("k", rule.documents.k, kv_len)):
             if bounds[-1] > seq_len:
                 raise ValueError(
                     f"cu_seqlens_{name} ends at {bounds[-1]}, beyond the sequence length {seq_len}"
@@ -227,7 +245,7 @@ def _key_ranges(rule: MaskRule, q_layout: Layout, i: int, kv_len: int) -> Tensor
         aligned = position + shifts[document]
     first = low.expand_as(position) if rule.left is None else torch.clamp(aligned - rule.left, low, high)
     end = high.expand_as(position) if rule.right is None else torch.clamp(aligned + rule.right + 1, low, high)
-    return torch.stack([first, end])
+    return first, end
 
 
 def _count_below(layout: Layout, chunk: int, position: Tensor) -> Tensor:
