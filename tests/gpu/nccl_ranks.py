@@ -32,7 +32,7 @@ def main() -> None:
         alone = ma.init_attention_mesh([1], tile=(1, 1), timeout=60)
         case = Case(Tile(1, 1), SHAPES[0], dtype=torch.float32)
         assert_equals_oracle(case, [run_case(alone, case, device="cuda")])
-    meshes = {tile: ma.init_attention_mesh(tile=tile, timeout=60) for tile in tiles(ranks)}
+    meshes = {tile: ma.init_attention_mesh(tile=tile, transport="p2p", timeout=60) for tile in tiles(ranks)}
     for number, shape in enumerate(SHAPES):
         for tile, mesh in meshes.items():
             for dtype in (torch.float64, torch.float32, torch.bfloat16):
