@@ -68,6 +68,11 @@ def test_a_captured_pass_gives_the_bits_of_an_eager_one(ranks: int, gpus: int) -
     _all_right(run_processes(PROGRAM, ["graph"], ranks, gpus=gpus, timeout=150, env=SHARED))
 
 
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=two_gpus)])
+def test_training_under_fsdp_gives_the_same_losses_on_each_transport(ranks: int) -> None:
+    _all_right(run_processes(PROGRAM, ["beside", "--nccl"], ranks, gpus=2, timeout=150))
+
+
 @pytest.mark.parametrize(
     "transport, ranks, gpus",
     [

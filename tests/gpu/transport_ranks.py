@@ -29,6 +29,7 @@ from meshattn.transport.base import Message, Transport
 
 STEPS = 200
 NBYTES = 4 * 2**20
+FSDP_STEPS = 120
 LONGEST_DELAY = 1_500_000  # clock cycles, a little less than a millisecond
 EXACT = (Shape(B=2, S=157, H=6, H_kv=3, D=64), Shape(B=1, S=89, H=4, H_kv=1, D=32, D_v=16))
 FAST = Shape(B=1, S=1031, H=4, H_kv=2, D=64)
@@ -36,7 +37,7 @@ FAST = Shape(B=1, S=1031, H=4, H_kv=2, D=64)
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("check", choices=("race", "engine", "killed", "graph"))
+    parser.add_argument("check", choices=CHECKS)
     parser.add_argument("--transport", default="symmetric")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--timeout", type=float, default=60.0)
@@ -44,7 +45,7 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "cpu:gloo,cuda:nccl" if options.nccl else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    {"race": race, "engine": engine, "killed": killed, "graph": graph}[options.check](options)
+    CHECKS[options.check](options)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -276,6 +277,57 @@ def _report_times(tile: Tile, replay: Callable[[], object], run: Callable[[], ob
         if dist.get_rank() == 0:
             say(f"{tile} {name}: {spent * 50:.3f} ms a pass, host {enqueued * 50:.3f} ms")
 
+
+# Collectives of others
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into = torch.nn.Linear(width, 3 * width, bias=False)
+        self.out = torch.nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, seq: ma.ShardedSequence) -> Tensor:
+        q, k, v = self.into(x).unflatten(-1, (3, -1, 64)).unbind(2)
+        attended = ma.mesh_attention(q, k, v, seq, causal=True)
+        assert isinstance(attended, Tensor)
+        return x + self.out(attended.flatten(2))
+
+
+def beside(options: argparse.Namespace) -> None:
+    """Training under fully_shard with changing lengths gives the same losses on each transport, in bits."""
+    from torch.distributed.fsdp import fully_shard
+
+    losses = []
+    for transport in ("symmetric", "p2p"):
+        mesh = ma.init_attention_mesh(transport=transport, timeout=options.timeout)
+        torch.manual_seed(0)
+        layers = [_Layer(512).to("cuda", torch.bfloat16) for _ in range(3)]
+        for layer in layers:
+            fully_shard(layer)
+        steps = torch.optim.SGD([w for layer in layers for w in layer.parameters()], lr=1e-3)
+        lengths = random.Random(1)
+        mine = []
+        for number in range(FSDP_STEPS):
+            seq = mesh.sequence(lengths.choice((700, 1031, 2000, 4096)))
+            generator = torch.Generator(device="cuda").manual_seed(1000 * number + mesh.rank)
+            x = torch.randn(1, seq.rows, 512, device="cuda", generator=generator).bfloat16()
+            for layer in layers:
+                x = layer(x, seq)
+            loss = x.float().square().mean()
+            loss.backward()
+            steps.step()
+            steps.zero_grad()
+            mine.append(loss.detach())
+        losses.append(torch.stack(mine))
+        assert losses[-1].isfinite().all()
+        mesh.check()
+        mesh.close()
+    say(f"{FSDP_STEPS} steps, last loss {losses[0][-1].item():.6f}")
+    assert torch.equal(*losses), "the transports give other losses"
+
+
+CHECKS = {"race": race, "engine": engine, "killed": killed, "graph": graph, "beside": beside}
 
 if __name__ == "__main__":
     main()
