@@ -66,8 +66,8 @@ def _without(dropped: Callable[[Merge], bool]) -> Patch:
 def _forget_the_scale(patch: pytest.MonkeyPatch) -> None:
     forward = engine.forward
 
-    def mutant(call: engine.Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return forward(replace(call, softmax_scale=1.0), q, k, v)
+    def mutant(call: engine.Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return forward(replace(call, softmax_scale=1.0), *tensors)
 
     patch.setattr(engine, "forward", mutant)
 
