@@ -14,7 +14,7 @@ from torch import Tensor
 
 import meshattn as ma
 from cases import Shape
-from distributed import Case, assert_equals_oracle, assert_same_bits, run_cases
+from distributed import Case, Packed, assert_equals_oracle, assert_same_bits, run_cases
 from fake_streams import COMPUTE, Op, SharedMemory, Shuffled, Threaded, World
 from meshattn.plan.assignment import Assignment, Tile, tiles
 from meshattn.plan.hops import Paths
@@ -380,3 +380,25 @@ def test_two_layers_share_memory(on_copy_engines: list[CopyEngine]) -> None:
     assert run_ranks(4, on_rank)[0][1].equal(mine[0][1])
     assert not any(e.watch.failure for e in on_copy_engines)
     assert all(x.isfinite().all() for results in mine for x in results)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("tile", [t for ranks in (2, 4) for t in tiles(ranks)], ids=str)
+def test_hops_that_masks_leave_out(tile: Tile, on_copy_engines: list[CopyEngine]) -> None:
+    """Halves of exchanges that do not take place, rings that turn, axes that are direct; in turns, so that
+    the slots are used with and without."""
+    packed = Packed((0, 3, 8, 8, 16, 21))
+    shape = replace(SHAPE, S_k=37)
+    cases = [
+        Case(tile, SHAPE, "contiguous", dtype=torch.float32, documents=packed),
+        Case(tile, SHAPE, dtype=torch.float32),
+        Case(tile, SHAPE, "contiguous", dtype=torch.float32),
+        Case(tile, SHAPE, "contiguous", dtype=torch.float32, window_size=(4, 0)),
+        Case(tile, SHAPE, "zigzag", dtype=torch.float32, causal=False, documents=packed),
+        Case(tile, shape, "striped", dtype=torch.float32, kv_layout="contiguous"),
+        Case(tile, replace(SHAPE, S=1, S_k=9), dtype=torch.float32, kv_layout="striped"),
+    ]
+    mine = run_cases(cases)
+    assert not any(e.watch.failure for e in on_copy_engines)
+    for case, by_rank in zip(cases, mine, strict=True):
+        assert_equals_oracle(case, by_rank)
