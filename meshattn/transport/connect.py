@@ -159,13 +159,18 @@ def choose(connection: Connection, transport: str) -> Connection:
         chosen = replace(connection, choice=transport, reason="as asked for")
     else:
         chosen = _with_engines(connection, transport, roll, places, device)
-    if nccl and device is not None and all(place.gpu for place in places) and len(set(chosen.nodes)) != 1:
+    gpus = {(place.node, place.gpu) for place in places if place.gpu is not None}
+    apart = len(gpus) == len(places)
+    if nccl and device is not None and apart and len(set(chosen.nodes)) != 1:
         connection.transport.warm_up(device)
     return chosen
 
 
 def _device_in_use(asked_for: bool) -> torch.device | None:
-    """The current CUDA device, unless this process has not touched it and nobody has asked for it."""
+    """The device of the default group, else the current CUDA device if somebody uses it or asks for it."""
+    everybody = dist.group.WORLD
+    if everybody is not None and everybody.bound_device_id is not None:
+        return everybody.bound_device_id if everybody.bound_device_id.type == "cuda" else None
     try:
         touched: Any = torch.cuda.is_initialized
         if torch.cuda.is_available() and (asked_for or touched()):
