@@ -65,8 +65,9 @@ def check_keys(seq: ShardedSequence, keys: ShardedSequence) -> None:
 
 def check_options(options: Options) -> None:
     checked_window(options.window_size)
-    if options.softcap != 0.0:
-        raise NotImplementedError(f"softcap={options.softcap}: soft-capping is not implemented yet; use 0.0")
+    cap = options.softcap
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 <= cap < float("inf"):
+        raise ValueError(f"softcap is {cap!r}: it must be a finite number, positive or 0.0 for none")
     if not isinstance(options.causal, bool):
         raise ValueError(f"causal is {options.causal!r}: it must be True or False")
     scale = options.softmax_scale

@@ -82,7 +82,8 @@ def mesh_attention(
         sinks: [H], a logit for each query head that takes part in the softmax of every row and has no value
             (as in gpt-oss); rows that see no key are not touched. Its gradient on each rank is that of the
             rank's own rows, as for any weight.
-        softcap: only 0.0 (off) so far.
+        softcap: c > 0 bounds the scores: c * tanh(score / c), as in flash-attn; 0.0 is off. Only the
+            "reference" kernel has it.
         deterministic: True refuses kernels that are not bitwise deterministic.
         return_lse: also return lse; gradients flow through it as through out.
         reduce_dtype: type in which partial results travel: the accumulator type (default; float32, float64
@@ -259,8 +260,16 @@ def _check_kernel(options: Options, q: Tensor, v: Tensor, masks: BlockMasks) -> 
     if options.kernel is not None and not isinstance(options.kernel, str):
         raise ValueError(f"kernel is a {type(options.kernel).__name__}: give its name, or None")
     plain = masks.gives_plain_blocks
-    name = choose_kernel(options.kernel, q.device, q.dtype, q.shape[-1], v.shape[-1], plain_mask=plain)
-    local = get_kernel(name)
+    name = choose_kernel(
+        options.kernel,
+        q.device,
+        q.dtype,
+        q.shape[-1],
+        v.shape[-1],
+        plain_mask=plain,
+        softcap=options.softcap > 0,
+    )
+    local = get_kernel(name, float(options.softcap))
     if options.deterministic and not local.deterministic:
         raise ValueError(
             f"kernel={local.name!r} is not bitwise deterministic: choose another one, "

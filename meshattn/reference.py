@@ -28,6 +28,7 @@ def attention(
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
     cu_seqlens_q: Sequence[int] | Tensor | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
     document_lengths_q: Sequence[int] | Tensor | None = None,
@@ -40,6 +41,7 @@ def attention(
         k: keys [B, S_k, H_kv, D]; query head h uses key/value head h // (H / H_kv).
         v: values [B, S_k, H_kv, D_v].
         softmax_scale: factor of the scores, 1 / sqrt(D) by default.
+        softcap: c > 0 makes the scores c * tanh(score / c).
         sinks: [H], one more score in every row of a head, for a key without value; in rows that see a key.
         causal, window_size, cu_seqlens_q, cu_seqlens_k, document_lengths_q, document_lengths_k: as in
             ``visible_pairs``.
@@ -66,6 +68,8 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     scores = torch.einsum("bshd,bthd->bhst", q, k).to(accumulator_dtype(q.dtype)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     sees_none = ~visible.any(-1)
     # A row of -inf alone has NaN gradients: one that sees nothing gets scores of 0, and drops out below.
     scores = scores.masked_fill(~visible & ~sees_none[:, None], -math.inf).masked_fill(

@@ -73,6 +73,7 @@ class Case:
     documents: Packed | None = None
     kv_layout: LayoutKind | None = None  # of a sequence of shape.S_k keys; None attends to the same sequence
     kv_documents: Packed | None = None
+    softcap: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -112,6 +113,8 @@ class Case:
             words.append(f"scale{self.softmax_scale:g}")
         if self.window_size != (-1, -1):
             words.append("window{},{}".format(*self.window_size))
+        if self.softcap:
+            words.append(f"softcap{self.softcap:g}")
         words += [f"docs{packed}" for packed in (self.documents, self.kv_documents) if packed is not None]
         if self.kv_layout is not None:
             words.append(f"keys-{self.kv_layout}")
@@ -135,7 +138,8 @@ def inputs_of(case_shape: Shape, dtype: torch.dtype, seed: int) -> Inputs:
 @lru_cache(maxsize=64)
 def _dense(case: Case, computed: torch.dtype) -> Results:
     inputs = inputs_of(case.shape, case.dtype, case.seed)
-    return dense(inputs, computed, softmax_scale=case.softmax_scale, **case.rule)
+    options = {"softmax_scale": case.softmax_scale, "softcap": case.softcap}
+    return dense(inputs, computed, **options, **case.rule)
 
 
 def _global(case: Case) -> Case:
@@ -203,6 +207,7 @@ def run_case(mesh: AttentionMesh, case: Case, *, device: str = "cpu", **options:
         kv_seq=kv_seq,
         causal=case.causal,
         window_size=case.window_size,
+        softcap=case.softcap,
         softmax_scale=case.softmax_scale,
         reduce_dtype=case.reduce_dtype,
         return_lse=True,

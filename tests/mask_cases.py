@@ -55,6 +55,7 @@ def mask_cases(draw: st.DrawFn, most_ranks: int = 6, longest: int = 33) -> Case:
         documents=draw(packings(seq_len, count)) if count else None,
         kv_layout=None if keys is None else draw(st.sampled_from(LAYOUTS)),
         kv_documents=draw(packings(keys, count)) if count and keys is not None else None,
+        softcap=draw(st.sampled_from([0.0, 0.0, 0.0, 0.5, 20.0])),
     )
 
 

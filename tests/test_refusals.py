@@ -170,7 +170,12 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         ("window_size is (4, -2)", "(left, right)", "-1 for no bound"),
     ),
     "window-of-one": (lambda m: _attend(m, window_size=4), ValueError, ("window_size is 4", "(left, right)")),
-    "softcap": (lambda m: _attend(m, softcap=30.0), NotImplementedError, ("softcap=30.0", "use 0.0")),
+    "softcap": (lambda m: _attend(m, softcap=-30.0), ValueError, ("softcap is -30.0", "positive or 0.0")),
+    "softcap-of-a-kernel-without": (
+        lambda m: _attend(m, softcap=30.0, kernel="sdpa"),
+        ValueError,
+        ("softcap is not 0; kernel 'sdpa' has none", "Choose kernel='reference'"),
+    ),
     "kv-seq": (
         lambda m: _attend(m, kv_seq=4),
         ValueError,
@@ -406,8 +411,8 @@ def test_ring_attention_refuses_the_same() -> None:
     def on_rank(group: Any) -> None:
         mesh = ma.init_attention_mesh(group)
         x = torch.ones(2, ROWS, 4, 8)
-        with pytest.raises(NotImplementedError, match="softcap"):
-            ma.ring_attention(x, x, x, mesh.sequence(SEQ_LEN), softcap=1.0)
+        with pytest.raises(ValueError, match="softcap"):
+            ma.ring_attention(x, x, x, mesh.sequence(SEQ_LEN), softcap=True)
         with pytest.raises(TypeError, match="alibi_slopes"):
             ma.ring_attention(x, x, x, mesh.sequence(SEQ_LEN), alibi_slopes=x)  # type: ignore[call-arg]
 

@@ -43,6 +43,7 @@ def run(case: Case, sinks: Tensor | None, **options: Any) -> tuple[Results, list
             causal=case.causal,
             window_size=case.window_size,
             softmax_scale=case.softmax_scale,
+            softcap=case.softcap,
             sinks=own,
             return_lse=True,
             **options,
@@ -59,7 +60,8 @@ def dense(case: Case) -> tuple[Results, Tensor]:
     inputs = [x.double() for x in inputs_of(case.shape, case.dtype, case.seed)]
     leaves = [x.clone().requires_grad_() for x in (*inputs[:3], sinks_of(case).double())]
     q, k, v, sinks = leaves
-    out, lse = reference.attention(q, k, v, sinks=sinks, softmax_scale=case.softmax_scale, **case.rule)
+    options = {"softmax_scale": case.softmax_scale, "softcap": case.softcap}
+    out, lse = reference.attention(q, k, v, sinks=sinks, **options, **case.rule)
     dq, dk, dv, dsinks = torch.autograd.grad(out, leaves, inputs[3])
     return Results(out.detach(), lse.detach(), dq, dk, dv), dsinks
 

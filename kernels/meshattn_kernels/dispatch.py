@@ -63,11 +63,18 @@ def kernel_names() -> tuple[str, ...]:
     return tuple(_KERNELS)
 
 
-def get_kernel(name: str) -> AttentionKernel:
-    """The kernel of that name, whatever it serves. Raises ValueError for an unknown name."""
+def get_kernel(name: str, softcap: float = 0.0) -> AttentionKernel:
+    """The kernel of that name, whatever it serves, with scores bounded by ``softcap`` (0: no bound).
+
+    Raises ValueError for an unknown name, and for a softcap if the kernel has none.
+    """
     if name not in _KERNELS:
         raise ValueError(f"kernel is {name!r}; choose one of {', '.join(_KERNELS)}")
-    return _KERNELS[name]()
+    if not softcap:
+        return _KERNELS[name]()
+    if name != "reference":
+        raise ValueError(f"softcap is {softcap}; kernel {name!r} has none")
+    return ReferenceKernel(softcap=softcap)
 
 
 def choose_kernel(
@@ -78,14 +85,16 @@ def choose_kernel(
     head_dim_v: int,
     *,
     plain_mask: bool = True,
+    softcap: bool = False,
 ) -> str:
     """Name of the kernel that runs on tensors of this device, type and head sizes (q and k; v).
 
     Args:
         name: a kernel that must be taken or refused; None chooses by the rule of ``meshattn_kernels.rules``.
         plain_mask: whether the mask of every block is full or causal, as a band.
+        softcap: whether scores are bounded by a softcap.
 
     Raises:
         ValueError: no kernel serves that, or the named one does not; the message says which would.
     """
-    return choose(name, Request(Platform.of(device), dtype, head_dim, head_dim_v, plain_mask))
+    return choose(name, Request(Platform.of(device), dtype, head_dim, head_dim_v, plain_mask, softcap))

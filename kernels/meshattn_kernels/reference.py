@@ -3,7 +3,8 @@
 Follows FlashAttention-2 (arXiv 2307.08691): an online softmax over key blocks that goes on from the
 accumulator, and a backward that recomputes p = exp(s - lse). With s = scale * q k^T, p = exp(s - lse) and ds
 = p * (do v^T - delta): dv = p^T do, dk = scale * ds^T q, dq = scale * ds k. All arithmetic is in the
-accumulator type. Temporaries are as large as a block of rows times a block of keys, never rows times
+accumulator type. With a softcap c the scores are c * tanh(scale * q k^T / c), and ds is times the slope of
+that, 1 - tanh^2. Temporaries are as large as a block of rows times a block of keys, never rows times
 sequence.
 
 Shapes inside: e = B * H_kv, and the g = H / H_kv query heads of a key/value head lie one after the other
@@ -28,11 +29,12 @@ from meshattn_kernels.intervals import Intervals, RowBlock
 
 @dataclass(frozen=True)
 class ReferenceKernel:
-    """See ``AttentionKernel`` for the methods. ``block_q`` and ``block_k`` are the rows and keys of a
-    block."""
+    """See ``AttentionKernel`` for the methods. ``block_q`` and ``block_k`` are the rows and keys of a block,
+    ``softcap`` bounds the scores (0: no bound)."""
 
     block_q: int = 128
     block_k: int = 256
+    softcap: float = 0.0
 
     name: ClassVar[str] = "reference"
     deterministic: ClassVar[bool] = True
@@ -94,7 +96,8 @@ class ReferenceKernel:
                 row_sum = torch.ones_like(row_max)
                 weighted = _heads_first(out[:, r0:r1], kv_heads, out.dtype)
                 for t0, t1 in self._key_blocks(rows):
-                    scores = mask.hide(q_er @ k_et[:, t0:t1].mT, r0, r1, rows, t0, t1)
+                    scores, _ = self._capped(q_er @ k_et[:, t0:t1].mT)
+                    scores = mask.hide(scores, r0, r1, rows, t0, t1)
                     new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
                     # A row that has seen no key yet has the maximum -inf; a pivot of 0 keeps exp at 0.
                     pivot = new_max.masked_fill(new_max == -math.inf, 0.0)
@@ -144,13 +147,23 @@ class ReferenceKernel:
                 delta_er = _fold_heads(delta[:, :, r0:r1], kv_heads)
                 dq_er = torch.zeros_like(q_er)
                 for t0, t1 in self._key_blocks(rows):
-                    scores = mask.hide(scaled_q_er @ k_et[:, t0:t1].mT, r0, r1, rows, t0, t1)
+                    scores, slope = self._capped(scaled_q_er @ k_et[:, t0:t1].mT)
+                    scores = mask.hide(scores, r0, r1, rows, t0, t1)
                     p = scores.sub_(lse_er).exp_()
                     dv_et[:, t0:t1].baddbmm_(p.mT, do_er)
                     ds = (do_er @ v_et[:, t0:t1].mT).sub_(delta_er).mul_(p)
+                    if slope is not None:
+                        ds.mul_(slope)
                     dk_et[:, t0:t1].baddbmm_(ds.mT, q_er)
                     dq_er.baddbmm_(ds, k_et[:, t0:t1])
                 dq["dq"][:, :, r0:r1] += dq_er.view(len(q), -1, r1 - r0, q.shape[-1])
+
+    def _capped(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scores within the softcap, and the slope there; as they are, and None, without one."""
+        if not self.softcap:
+            return scores, None
+        bounded = scores.div_(self.softcap).tanh_()
+        return bounded * self.softcap, 1 - bounded.square_()
 
     def _row_blocks(self, intervals: Intervals) -> Iterator[tuple[int, int, RowBlock]]:
         """The blocks of rows that see any key."""

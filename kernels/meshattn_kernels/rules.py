@@ -72,13 +72,15 @@ class Platform:
 @dataclass(frozen=True)
 class Request:
     """What a kernel is asked for: where, the type and head sizes (of q and k; of v) of the inputs, and
-    whether the mask of every block is a band without a left edge: full or causal."""
+    whether the mask of every block is a band without a left edge (full or causal), and whether scores are
+    bounded by a softcap."""
 
     platform: Platform
     dtype: torch.dtype
     head_dim: int
     head_dim_v: int
     plain_mask: bool = True
+    softcap: bool = False
 
     @property
     def place(self) -> str:
@@ -164,14 +166,23 @@ def fa4_refusal(request: Request) -> Refusal:
     return _peer_refusal("fa4", "flash-attn-4", request.platform.fa4, request)
 
 
+def _uncapped(name: str, rule: Callable[[Request], Refusal]) -> Callable[[Request], Refusal]:
+    """The rule of a kernel that has no softcap."""
+
+    def refusal(request: Request) -> Refusal:
+        return rule(request) or (f"softcap is not 0; kernel {name!r} has none" if request.softcap else None)
+
+    return refusal
+
+
 RULES: dict[str, Callable[[Request], Refusal]] = {
     "reference": reference_refusal,
-    "hopper": hopper_refusal,
-    "triton": triton_refusal("triton"),
-    "triton-dash": triton_refusal("triton-dash"),
-    "sdpa": sdpa_refusal,
-    "cudnn": cudnn_refusal,
-    "fa4": fa4_refusal,
+    "hopper": _uncapped("hopper", hopper_refusal),
+    "triton": _uncapped("triton", triton_refusal("triton")),
+    "triton-dash": _uncapped("triton-dash", triton_refusal("triton-dash")),
+    "sdpa": _uncapped("sdpa", sdpa_refusal),
+    "cudnn": _uncapped("cudnn", cudnn_refusal),
+    "fa4": _uncapped("fa4", fa4_refusal),
 }
 """By the name of the kernel: why it does not serve a request, None if it does."""
 
