@@ -12,7 +12,7 @@ from distributed import LAYOUTS, Case, Packed, assert_equals_oracle, check_cases
 from meshattn.documents import Documents
 from meshattn.masks import MaskRule, visible_blocks
 from meshattn.plan.assignment import Tile
-from meshattn.plan.cost import message_bytes, traffic
+from meshattn.plan.cost import choose_tile, message_bytes, reached_bytes, traffic
 from meshattn.plan.hops import Reach
 from meshattn.testing import run_ranks
 from test_traffic import DIRECTIONS, call_shape
@@ -97,6 +97,25 @@ def test_a_window_needs_the_keys_of_the_rank_before(ranks: int) -> None:
     assert sent == [chunk] * (ranks - 1) + [0]
     sent = [sum(r.sent_bytes for r in records if r.phase == "backward") for records in by_rank]
     assert sent == [chunk, *[2 * chunk] * (ranks - 2), chunk]
+
+
+def test_auto_takes_the_tile_that_moves_least_under_the_mask() -> None:
+    """Not the one that is best without: a ring here, where that is a tile of 2 by 4."""
+    shape = Shape(B=1, S=48, H=8, H_kv=2, D=8)
+    case = Case(Tile(1, 8), shape, "contiguous", window_size=(6, 0))
+    rule = MaskRule.build(causal=True, window_size=case.window_size)
+    facts = visible_blocks(rule, case.chunks, case.chunks)
+    sizes = call_shape(case)
+    assert choose_tile(8, sizes, visibility=facts) == Tile(1, 8) != choose_tile(8, sizes)
+
+    def on_rank(group: Any) -> int:
+        mesh = ma.init_attention_mesh(group, tile="auto")
+        run_case(mesh, case)
+        return sum(record.sent_bytes for record in mesh.traffic())
+
+    reach = Reach(Tile(1, 8), facts)
+    expected = sum(reached_bytes(direction, sizes, reach)[0] for direction in DIRECTIONS)
+    assert sum(run_ranks(8, on_rank)) == expected
 
 
 def test_causal_contiguous_chunks_move_half() -> None:
