@@ -149,19 +149,22 @@ def _execute(call: Call, plan: PassPlan, work: _Pass) -> None:
         for merge in step.merges:
             if merge.transfer in arrived:
                 work.merge(merge)
+        moving: set[Transport] = set()
         for transfer in step.transfers:
             message = _message(call.rank, plan, number, transfer)
             transport = transports[transfer.axis]
             send = work.outgoing(transfer) if plan.hops.sends(transfer) else None
             recv = work.incoming(transfer) if plan.hops.receives(transfer) else None
             handles[transfer.number] = transport.start(message, send, recv)
-            if transport.multiprocessors and not (send is None and recv is None):
-                crowding.add(transfer.number)
+            if not (send is None and recv is None):
+                moving.add(transport)
+                if transport.multiprocessors:
+                    crowding.add(transfer.number)
             if recv is not None:
                 arrived.add(transfer.number)
             releases.setdefault(transfer.last_use, []).append(transfer.number)
-        if step.transfers and step.blocks:
-            for transport in {transports[transfer.axis] for transfer in step.transfers}:
+        if step.blocks:
+            for transport in moving:
                 transport.compute_follows()
         for block in step.blocks:
             work.block(block, crowded=bool(crowding))
