@@ -6,6 +6,7 @@ import itertools
 import sys
 import threading
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -193,13 +194,15 @@ def test_gqa_moves_kv_heads_not_query_heads() -> None:
         assert 0 < 4 * small == large
 
 
+@pytest.mark.parametrize("keys", [None, 31], ids=["own-keys", "other-keys"])
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16], ids=["reduce-exact", "reduce-input"])
 @pytest.mark.parametrize("tile", EVERY_TILE, ids=lambda tile: f"P{tile.ranks}-{tile}")
 def test_buffers_of_a_pass_equal_the_memory_formula(
-    tile: Tile, reduce_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    tile: Tile, reduce_dtype: torch.dtype | None, keys: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every buffer that the library makes while a pass runs, summed per rank."""
-    case = Case(tile, SHAPES[1], dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    shape, kv_layout = replace(SHAPES[1], S_k=keys), None if keys is None else "contiguous"
+    case = Case(tile, shape, dtype=torch.bfloat16, reduce_dtype=reduce_dtype, kv_layout=kv_layout)
     made: defaultdict[tuple[int, str], int] = defaultdict(int)
     running = threading.local()
 
