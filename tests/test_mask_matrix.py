@@ -10,10 +10,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from cases import Results, Shape
-from distributed import LAYOUTS, Case, Packed, assert_same_bits, check_cases, run_cases
+from distributed import (
+    LAYOUTS,
+    Case,
+    Packed,
+    assemble,
+    assert_same_bits,
+    check_cases,
+    eager,
+    oracle,
+    run_cases,
+)
 from mask_cases import low_precision_cases, mask_cases
 from meshattn.layouts import LayoutKind
 from meshattn.plan.assignment import Tile
+from tolerance import bound, error
 
 SEARCH = {
     "deadline": None,
@@ -23,6 +34,16 @@ SEARCH = {
 }
 GQA = Shape(B=1, S=23, H=2, H_kv=1, D=8)
 DOCUMENTS = Packed((0, 1, 1, 3, 16, 20))
+
+
+def check_lower_type(case: Case) -> None:
+    """By the rule of ``tolerance``, with the eps of numbers of size 1: delta is made of rounded ``out``, and
+    among the few numbers of a document of two tokens eager attention may have rounded nothing."""
+    whole, exact, rounded = assemble(case, run_cases([case])[0]), oracle(case), eager(case)
+    for name in Results._fields:
+        actual, expected = getattr(whole, name), getattr(exact, name)
+        allowed = bound(expected, actual.dtype, getattr(rounded, name)) + torch.finfo(case.dtype).eps
+        assert error(actual, expected) <= allowed, f"{case}: {name}"
 
 
 @settings(max_examples=200, **SEARCH)
@@ -35,7 +56,7 @@ def test_any_mask(case: Case) -> None:
 @settings(max_examples=25, **SEARCH)
 @given(low_precision_cases())
 def test_any_mask_in_lower_types(case: Case) -> None:
-    check_cases([case])
+    check_lower_type(case)
 
 
 @pytest.mark.slow
@@ -51,7 +72,7 @@ def test_any_mask_of_larger_groups(case: Case) -> None:
 @settings(max_examples=1000, **{**SEARCH, "derandomize": False})
 @given(low_precision_cases())
 def test_any_mask_in_lower_types_at_length(case: Case) -> None:
-    check_cases([case])
+    check_lower_type(case)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
