@@ -1,25 +1,25 @@
 """Compile the portable kernels for GPU generations ahead of time, without a GPU; read spills from ptxas.
 
-    python tests/kernels/compile_portable.py                   the covering set for every target
-    python tests/kernels/compile_portable.py --all             every variant
-    python tests/kernels/compile_portable.py --targets 80 90
+    python tests/kernels/compile_portable.py                   a set that covers kernels, sizes and targets
+    python tests/kernels/compile_portable.py --all --jobs 8    every variant for every target
+    python tests/kernels/compile_portable.py --all --targets 80 90
 
-Exit status 1 if a kernel spills more than 64 bytes (128 in float32, which has no tensor cores to feed),
-needs more shared memory than its GPU has, has lost its products, or ptxas says that it serialises them:
-C75xx, but for C7517 and C7519, which put in one wait or arrive where an accumulator starts from a loaded
-row.
+Exit status 1 if a kernel spills more than 64 bytes, needs more shared memory than its GPU has, has lost its
+products, or ptxas says that it serialises them: any message C75xx but C7517, which puts in one wait.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,14 @@ from meshattn_kernels.portable.forward import forward_kernel
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of a thread block
-MAX_SPILLED_BYTES = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 128}
+MAX_SPILLED_BYTES = 64
 KERNELS: dict[launch.Pass, Any] = {
     "forward": forward_kernel,
     "dkdv": dkdv_kernel,
     "dq": dq_kernel,
     "dash": dash_kernel,
 }
+HEADS = 16
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -75,12 +76,13 @@ class Result:
     messages: list[str]
     seconds: float
 
-    def failures(self, target: int, dtype: torch.dtype) -> list[str]:
-        found = [line for line in self.messages if "(C7517)" not in line and "(C7519)" not in line]
+    def failures(self, target: int, variant: Variant) -> list[str]:
+        found = [line for line in self.messages if "(C7517)" not in line]
+        allowed = max_spilled_bytes(target, variant)
         if not self.products:
             found.append("no matrix product is left in the code")
-        if self.spilled_bytes > MAX_SPILLED_BYTES[dtype]:
-            found.append(f"{self.spilled_bytes} bytes spilled, at most {MAX_SPILLED_BYTES[dtype]} allowed")
+        if self.spilled_bytes > allowed:
+            found.append(f"{self.spilled_bytes} bytes spilled, at most {allowed} allowed")
         if self.shared_bytes > SHARED_MEMORY[target] * 1024:
             found.append(
                 f"{self.shared_bytes} bytes of shared memory, the GPU has {SHARED_MEMORY[target]} KiB"
@@ -88,19 +90,39 @@ class Result:
         return found
 
 
-def covering_set() -> Iterator[Variant]:
-    """Every pass, head-size class and form of intervals at least once: what a target compiles in a minute."""
-    half = torch.bfloat16
-    for which in KERNELS:
-        yield Variant(which, half, 64, 64, band=False, first=False)
-        yield Variant(which, half, 128, 128, band=True, first=True)
-    yield Variant("forward", torch.float16, 192, 128, band=True, first=False)
-    yield Variant("dkdv", torch.float32, 64, 64, band=True, first=True)
+def max_spilled_bytes(target: int, variant: Variant) -> int:
+    """64, with one exception: before its loop the forward that merges loads the sum of earlier blocks, half
+    of all registers at a head size above 128 on sm_90. It spills there, not in the loop, and tiles that do
+    not reach 60 percent of the speed."""
+    sum_of_earlier = variant.which == "forward" and not variant.first
+    large = max(variant.head_dim, variant.head_dim_v) > 128 and variant.dtype != torch.float32
+    return 448 if target == 90 and sum_of_earlier and large else MAX_SPILLED_BYTES
+
+
+def covering_set(target: int) -> Iterator[Variant]:
+    """The share of one target in a set that has every kernel, type, head-size class and form of intervals:
+    all targets together compile in a minute."""
+    half, single = torch.bfloat16, torch.float32
+    variants = [
+        Variant(which, half, dim, dim, band=(n + m) % 2 == 0, first=(n + m) % 2 == 1)
+        for n, which in enumerate(KERNELS)
+        for m, dim in enumerate((64, 128, 256))
+    ]
+    variants += [Variant(which, single, 64, 64, band=True, first=which != "dq") for which in KERNELS]
+    variants += [Variant("forward", torch.float16, 40, 24, band=True, first=False)]
+    variants += [Variant("dkdv", torch.float16, 192, 128, band=True, first=True)]
+    for n, variant in enumerate(variants):
+        # One target further in every round, or some targets would see one head size only.
+        if TARGETS[(n + n // len(TARGETS)) % len(TARGETS)] == target:
+            yield variant
 
 
 def all_variants() -> Iterator[Variant]:
+    """float16 in one size: it differs from bfloat16 in the names of instructions alone."""
     sizes = [(16, 16), (40, 24), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
     for which, dtype, (head_dim, head_dim_v) in itertools.product(KERNELS, TYPES, sizes):
+        if dtype == torch.float16 and (head_dim, head_dim_v) != (128, 128):
+            continue
         for band, first in itertools.product((True, False), repeat=2):
             yield Variant(which, dtype, head_dim, head_dim_v, band, first)
 
@@ -110,6 +132,8 @@ def compile_variant(variant: Variant, target: int, tiles: launch.Tiling | None =
     capability = divmod(target, 10)
     tiles = tiles or launch.tiling(variant.which, max(pad, pad_v), variant.dtype, capability)
     constants = {
+        **{f"{x}_STRIDE": HEADS * variant.head_dim for x in ("Q", "K")},
+        **{f"{x}_STRIDE": HEADS * variant.head_dim_v for x in ("V", "DO")},
         "D": variant.head_dim,
         "D_V": variant.head_dim_v,
         "PADDED_D": pad,
@@ -117,7 +141,7 @@ def compile_variant(variant: Variant, target: int, tiles: launch.Tiling | None =
         "Q_TILE": tiles.q_tile,
         "KV_TILE": tiles.kv_tile,
         "STAGES": tiles.stages,
-        "PRECISION": launch.precision(variant.dtype),
+        "SINGLE": variant.dtype == torch.float32,
         "BAND": variant.band,
         "FIRST": variant.first,
         "FIRST_DQ": variant.first,
@@ -189,28 +213,41 @@ def ptxas_log(ptx: str, target: int) -> str:
         ).stderr
 
 
+def compile_and_judge(job: tuple[int, Variant]) -> tuple[str, list[str]]:
+    """A row of the table, and what is wrong."""
+    target, variant = job
+    result = compile_variant(variant, target)
+    row = (
+        f"| sm_{target} | {variant} | {result.registers} | {result.spilled_bytes} | {result.shared_bytes} | "
+        f"{result.seconds:.1f} |"
+    )
+    return row, [f"sm_{target} {variant}: {failure}" for failure in result.failures(target, variant)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--targets", type=int, nargs="+", choices=TARGETS, default=TARGETS)
     parser.add_argument("--all", action="store_true", help="every variant instead of the covering set")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     options = parser.parse_args()
-    failed = 0
+    jobs = [
+        (target, variant)
+        for target in options.targets
+        for variant in (all_variants() if options.all else covering_set(target))
+    ]
     print(f"triton {triton.__version__}\n")
     print(
         "| target | variant | registers | spilled bytes | shared bytes | seconds |\n|---|---|---|---|---|---|"
     )
+    failed = 0
     for target in options.targets:
         compile_flat_kernels(target)
-        for variant in all_variants() if options.all else covering_set():
-            result = compile_variant(variant, target)
-            print(
-                f"| sm_{target} | {variant} | {result.registers} | {result.spilled_bytes} | "
-                f"{result.shared_bytes} | {result.seconds:.1f} |",
-                flush=True,
-            )
-            for failure in result.failures(target, variant.dtype):
-                failed += 1
-                print(f"sm_{target} {variant}: {failure}", flush=True)
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        results = map(compile_and_judge, jobs) if options.jobs == 1 else pool.map(compile_and_judge, jobs)
+        for row, failures in results:
+            print("\n".join((row, *failures)), flush=True)
+            failed += bool(failures)
+    print(f"\n{failed} of {len(jobs)} failed")
     return int(failed > 0)
 
 

@@ -3,7 +3,7 @@
 
 Every worker does its tasks of a ``ScheduleTable`` in order (see ``meshattn_kernels.dash`` for the format): a
 task holds a key/value tile and its dk, dv, walks some query tiles of one head and adds a part of dq to
-memory at each, in the turn that the table gives it. The formulas are those of ``backward_two_loop``.
+memory at each, in the turn that the table gives it. The formulas are those of ``backward_step``.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from meshattn_kernels.portable.tiles import (
-    LOG2E,
-    add_tile,
-    load_row_terms,
-    load_tile,
-    product,
-    row_bounds,
-    sees_all,
-)
+from meshattn_kernels.portable.backward_step import MASKED_IF_NEEDED, add_to_dkdv
+from meshattn_kernels.portable.tiles import add_tile, load_tile, product, to_base
 from meshattn_kernels.portable.turns import begin_turn, end_turn
 
 
-@triton.jit(do_not_specialize=["lo", "hi", "n_q", "n_k", "rows", "keys", "query_tiles", "kv_tiles"])
+@triton.jit(
+    do_not_specialize=[
+        *("lo", "hi", "n_q", "n_k", "rows", "keys", "heads", "kv_heads", "batch_heads", "query_tiles"),
+        *("kv_tiles", "scale"),
+    ]
+)
 def dash_kernel(
     q_ptr,  # [B, C_q, H, D]
     k_ptr,  # [B, C_k, H_kv, D]
@@ -53,17 +51,17 @@ def dash_kernel(
     kv_tiles,
     scale,
     q_stride_b,
-    q_stride_s,
     q_stride_h,
     k_stride_b,
-    k_stride_s,
     k_stride_h,
     v_stride_b,
-    v_stride_s,
     v_stride_h,
     do_stride_b,
-    do_stride_s,
     do_stride_h,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    DO_STRIDE: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     PADDED_D: tl.constexpr,
@@ -71,14 +69,13 @@ def dash_kernel(
     Q_TILE: tl.constexpr,
     KV_TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SINGLE: tl.constexpr,
     BAND: tl.constexpr,
     FIRST_DQ: tl.constexpr,
     FIRST_DKV: tl.constexpr,
     ORDERED: tl.constexpr,
 ):
-    scale_log2 = scale * LOG2E
-    row_scale = -1.0 / scale_log2
+    exponent_scale = to_base(scale, SINGLE)
     lane = tl.arange(0, Q_TILE)
     dq_offset = lane[:, None] * (heads * D) + tl.arange(0, PADDED_D)[None, :]
     dk = tl.zeros((KV_TILE, PADDED_D), tl.float32)
@@ -104,8 +101,8 @@ def dash_kernel(
         size = tl.maximum(n_k, 1)
         k_tile_ptr = k_ptr + batch * k_stride_b + kv_head * k_stride_h
         v_tile_ptr = v_ptr + batch * v_stride_b + kv_head * v_stride_h
-        k = load_tile(k_tile_ptr, t0, size, k_stride_s, KV_TILE, D, PADDED_D)
-        v = load_tile(v_tile_ptr, t0, size, v_stride_s, KV_TILE, D_V, PADDED_D_V)
+        k = load_tile(k_tile_ptr, t0, size, K_STRIDE, KV_TILE, D, PADDED_D)
+        v = load_tile(v_tile_ptr, t0, size, V_STRIDE, KV_TILE, D_V, PADDED_D_V)
         q_head_ptr = q_ptr + batch * q_stride_b + head * q_stride_h
         do_head_ptr = do_ptr + batch * do_stride_b + head * do_stride_h
         row_term = tl.cast(batch_head, tl.int64) * rows
@@ -117,23 +114,12 @@ def dash_kernel(
             query_tile = entry & 0xFFFF
             turn = entry >> 16  # dash.TURN_SHIFT
             r0 = query_tile * Q_TILE
-            q = load_tile(q_head_ptr, r0, n_q, q_stride_s, Q_TILE, D, PADDED_D)
-            lse, delta = load_row_terms(lse_ptr + row_term, delta_ptr + row_term, r0, n_q, Q_TILE)
-            row_start = tl.broadcast_to(lse[None, :] * row_scale, (KV_TILE, Q_TILE))
-            scores = product(k, q.T, row_start, PRECISION)  # [KV_TILE, Q_TILE]
-            do = load_tile(do_head_ptr, r0, n_q, do_stride_s, Q_TILE, D_V, PADDED_D_V)
-            p = tl.math.exp2(scores * scale_log2)
-            if not sees_all(r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND):
-                row = r0 + tl.minimum(lane, n_q - 1 - r0)
-                start, end = row_bounds(row, start_ptr, end_ptr, lo, hi, n_k, BAND)
-                key = t0 + tl.arange(0, KV_TILE)
-                visible = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
-                p = tl.where(visible, p, 0.0)
-            dv = product(p.to(do.dtype), do, dv, PRECISION)
-            dp = product(v, do.T, tl.broadcast_to(-delta[None, :], (KV_TILE, Q_TILE)), PRECISION)
-            ds = (p * dp).to(q.dtype)
-            dk = product(ds, q, dk, PRECISION)
-            dq = product(ds.T, k, None, PRECISION)  # [Q_TILE, PADDED_D]
+            dk, dv, ds = add_to_dkdv(
+                dk, dv, k, v, q_head_ptr, do_head_ptr, lse_ptr + row_term, delta_ptr + row_term, r0, t0,
+                start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale, Q_STRIDE, DO_STRIDE, D, D_V,
+                PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, BAND, MASKED_IF_NEEDED,
+            )  # fmt: skip
+            dq = product(ds.T, k, None, SINGLE)  # [Q_TILE, PADDED_D]
 
             dq_ptrs = dq_head_ptr + tl.cast(r0, tl.int64) * (heads * D) + dq_offset
             dq_mask = (r0 + lane < rows)[:, None] & (tl.arange(0, PADDED_D) < D)[None, :]
@@ -162,7 +148,7 @@ def dash_kernel(
                 end_turn(counter_ptr, dkv_turn)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "width"])
 def clear_rows_kernel(tiles_ptr, dq_ptr, rows, width, Q_TILE: tl.constexpr, PADDED_WIDTH: tl.constexpr):
     """Write zero to the query tiles listed: dq_ptr is fp32 [B, rows, width], contiguous."""
     row = tl.load(tiles_ptr + tl.program_id(0)) * Q_TILE + tl.arange(0, Q_TILE)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit(do_not_specialize=["size", "scale"])
 def scale_and_cast_kernel(acc_ptr, result_ptr, size, scale, BLOCK: tl.constexpr):
     """result = acc * scale, in the type of result."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

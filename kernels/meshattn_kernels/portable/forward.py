@@ -11,10 +11,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from meshattn_kernels.portable.tiles import LN2, LOG2E, load_tile, product, row_bounds, tile_keys
+from meshattn_kernels.portable.tiles import (
+    from_base,
+    load_tile,
+    logarithm,
+    masked_tile,
+    power,
+    product,
+    row_bounds,
+    tile_keys,
+    to_base,
+)
 
 
-@triton.jit(do_not_specialize=["lo", "hi", "n_q", "n_k", "rows"])
+@triton.jit(do_not_specialize=["lo", "hi", "n_q", "n_k", "rows", "group", "scale"])
 def forward_kernel(
     q_ptr,  # [B, C_q, H, D]
     k_ptr,  # [B, C_k, H_kv, D]
@@ -31,14 +41,14 @@ def forward_kernel(
     group,
     scale,
     q_stride_b,
-    q_stride_s,
     q_stride_h,
     k_stride_b,
-    k_stride_s,
     k_stride_h,
     v_stride_b,
-    v_stride_s,
     v_stride_h,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     PADDED_D: tl.constexpr,
@@ -46,7 +56,7 @@ def forward_kernel(
     Q_TILE: tl.constexpr,
     KV_TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SINGLE: tl.constexpr,
     BAND: tl.constexpr,
     FIRST: tl.constexpr,
 ):
@@ -55,10 +65,8 @@ def forward_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
-    begin, stop, full_begin, full_stop = tile_keys(
-        r0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND
-    )
-    if not FIRST and begin >= stop:
+    first, full, full_end, end = tile_keys(r0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND)
+    if not FIRST and first == end:
         return
 
     lane = tl.arange(0, Q_TILE)
@@ -70,6 +78,7 @@ def forward_kernel(
     lse_ptrs = lse_ptr + (batch * heads + head) * rows + row
     out_ptr += (batch * rows * heads + head) * D_V + tl.cast(r0, tl.int64) * (heads * D_V)
     out_ptrs = out_ptr + lane[:, None] * (heads * D_V) + dim[None, :]
+    start, stop = row_bounds(r0 + tl.minimum(lane, n_q - 1 - r0), start_ptr, end_ptr, lo, hi, n_k, BAND)
     if FIRST:
         stored = row < rows
         maximum = tl.full((Q_TILE,), -1e30, tl.float32)
@@ -78,39 +87,69 @@ def forward_kernel(
     else:
         # The softmax goes on from the normalised sum of earlier blocks. A row that sees no key here keeps
         # its bits.
-        start, end = row_bounds(r0 + tl.minimum(lane, n_q - 1 - r0), start_ptr, end_ptr, lo, hi, n_k, BAND)
-        stored = (row < n_q) & (start < end)
+        stored = (row < n_q) & (start < stop)
         lse = tl.load(lse_ptrs, mask=stored, other=float("-inf"))
-        maximum = tl.where(lse > float("-inf"), lse * LOG2E, -1e30)
+        maximum = tl.where(lse > float("-inf"), to_base(lse, SINGLE), -1e30)
         total = tl.where(lse > float("-inf"), 1.0, 0.0)
         acc = tl.load(out_ptrs, mask=stored[:, None] & (dim < D_V)[None, :], other=0.0)
-    if begin < stop:
-        scale_log2 = scale * LOG2E
-        if FIRST:
-            start, end = row_bounds(
-                r0 + tl.minimum(lane, n_q - 1 - r0), start_ptr, end_ptr, lo, hi, n_k, BAND
-            )
-        q = load_tile(q_ptr, r0, n_q, q_stride_s, Q_TILE, D, PADDED_D)
-        for t0 in tl.range(begin, stop, KV_TILE, num_stages=STAGES, disable_licm=True):
-            k = load_tile(k_ptr, t0, n_k, k_stride_s, KV_TILE, D, PADDED_D)
-            scores = product(q, k.T, None, PRECISION)  # [Q_TILE, KV_TILE]
-            if (t0 < full_begin) | (t0 + KV_TILE > full_stop):
-                key = t0 + tl.arange(0, KV_TILE)
-                visible = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
-                scores = tl.where(visible, scores, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
-            p = tl.math.exp2(scores * scale_log2 - new_maximum[:, None])
-            rescale = tl.math.exp2(maximum - new_maximum)
-            total = total * rescale + tl.sum(p, 1)
-            acc *= rescale[:, None]
-            v = load_tile(v_ptr, t0, n_k, v_stride_s, KV_TILE, D_V, PADDED_D_V)
-            acc = product(p.to(v.dtype), v, acc, PRECISION)
-            maximum = new_maximum
+    if first < end:
+        exponent_scale = to_base(scale, SINGLE)
+        q = load_tile(q_ptr, r0, n_q, Q_STRIDE, Q_TILE, D, PADDED_D)
+        for tile in tl.range(full, full_end, num_stages=STAGES, disable_licm=True):
+            acc, maximum, total = attend(
+                acc, maximum, total, q, k_ptr, v_ptr, tile * KV_TILE, start, stop, n_k, exponent_scale,
+                K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, False,
+            )  # fmt: skip
+        for n in tl.range(0, full - first + end - full_end, num_stages=STAGES, disable_licm=True):
+            t0 = masked_tile(n, first, full, full_end) * KV_TILE
+            acc, maximum, total = attend(
+                acc, maximum, total, q, k_ptr, v_ptr, t0, start, stop, n_k, exponent_scale,
+                K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, True,
+            )  # fmt: skip
 
     # A row of -inf scores alone has a total of 0, as has one that saw no key, and both get lse -inf.
     seen = (total > 0.0) & (row < n_q)
     total = tl.where(seen, total, 1.0)
-    lse = tl.where(seen, (maximum + tl.math.log2(total)) * LN2, float("-inf"))
+    lse = tl.where(seen, from_base(maximum + logarithm(total, SINGLE), SINGLE), float("-inf"))
     acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
     tl.store(lse_ptrs, lse, mask=stored)
     tl.store(out_ptrs, acc, mask=stored[:, None] & (dim < D_V)[None, :])
+
+
+@triton.jit
+def attend(
+    acc,
+    maximum,
+    total,
+    q,
+    k_ptr,
+    v_ptr,
+    t0,
+    start,
+    stop,
+    n_k,
+    exponent_scale,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    PADDED_D: tl.constexpr,
+    PADDED_D_V: tl.constexpr,
+    KV_TILE: tl.constexpr,
+    SINGLE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One step of the online softmax over the keys from t0 on; start and stop bound the keys of a row."""
+    k = load_tile(k_ptr, t0, n_k, K_STRIDE, KV_TILE, D, PADDED_D, not MASKED)
+    scores = product(q, k.T, None, SINGLE)  # [Q_TILE, KV_TILE]
+    if MASKED:
+        key = t0 + tl.arange(0, KV_TILE)
+        visible = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * exponent_scale)
+    p = power(scores * exponent_scale - new_maximum[:, None], SINGLE)
+    rescale = power(maximum - new_maximum, SINGLE)
+    total = total * rescale + tl.sum(p, 1)
+    v = load_tile(v_ptr, t0, n_k, V_STRIDE, KV_TILE, D_V, PADDED_D_V, not MASKED)
+    acc = product(p.to(v.dtype), v, acc * rescale[:, None], SINGLE)
+    return acc, new_maximum, total

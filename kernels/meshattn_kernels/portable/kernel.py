@@ -21,22 +21,30 @@ from meshattn_kernels.portable.finish import add_parts_kernel, scale_and_cast_ke
 from meshattn_kernels.portable.forward import forward_kernel
 from meshattn_kernels.portable.launch import (
     Tiling,
-    capability_of,
     check_call,
+    constants,
     num_workers,
     on_device,
-    padded,
-    precision,
     readable,
     row_bounds,
-    tiling,
+    strides,
+    tiles_for,
 )
+from meshattn_kernels.portable.variants import Launcher
 from meshattn_kernels.tile_ranges import visible_ranges
 
 FLAT_BLOCK = 1024
 NOMINAL_PROGRAMS = 128
 """A group of query heads is cut into parts, each its own program, up to about so many programs. A constant
 and not the number of multiprocessors, so that the order of sums follows from the shape."""
+
+_forward = Launcher(forward_kernel)
+_dkdv = Launcher(dkdv_kernel)
+_dq = Launcher(dq_kernel)
+_dash = Launcher(dash_kernel, cooperative=True)
+_clear_rows = Launcher(clear_rows_kernel)
+_add_parts = Launcher(add_parts_kernel)
+_scale_and_cast = Launcher(scale_and_cast_kernel)
 
 
 class _Portable:
@@ -97,19 +105,18 @@ class _Portable:
             return
         out, lse = acc["out"], acc["lse"]
         q, k, v = readable(q), readable(k), readable(v)
-        batch, rows, heads, head_dim = q.shape
-        head_dim_v = v.shape[-1]
-        pad, pad_v = padded(head_dim), padded(head_dim_v)
-        tiles = tiling("forward", max(pad, pad_v), q.dtype, capability_of(q.device))
+        batch, rows, heads, _ = q.shape
+        tiles = tiles_for("forward", q, v)
         bounds = row_bounds(intervals, lse)
         with on_device(q.device):
-            forward_kernel[(-(-rows // tiles.q_tile), heads, batch)](
-                q, k, v, out, lse, bounds.start, bounds.end, bounds.lo, bounds.hi,
-                intervals.n_q, intervals.n_k, rows, heads // k.shape[2], softmax_scale,
-                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                head_dim, head_dim_v, pad, pad_v, tiles.q_tile, tiles.kv_tile, tiles.stages,
-                precision(q.dtype), bounds.band, first, num_warps=tiles.warps,
-            )  # fmt: skip
+            _forward(
+                (-(-rows // tiles.q_tile), heads, batch),
+                (q, k, v, out, lse, bounds.start, bounds.end),
+                (*bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2], softmax_scale),
+                strides(q, k, v),
+                (*constants(tiles, q, k, v), bounds.band, first),
+                warps=tiles.warps,
+            )
 
 
 @dataclass(frozen=True)
@@ -184,9 +191,8 @@ class TritonDashKernel(_Portable):
         q, k, v, do = readable(q), readable(k), readable(v), readable(do)
         lse, delta = lse.contiguous(), delta.contiguous()
         batch, rows, heads, head_dim = q.shape
-        keys, kv_heads, head_dim_v = v.shape[1:]
-        pad, pad_v = padded(head_dim), padded(head_dim_v)
-        tiles = tiling("dash", max(pad, pad_v), q.dtype, capability_of(q.device))
+        _, keys, kv_heads, _ = v.shape
+        tiles = tiles_for("dash", q, v)
         table = self._table(q, k, intervals, tiles).to(q.device)
         bounds = row_bounds(intervals, lse)
         dq_acc = dq["dq"]
@@ -201,18 +207,21 @@ class TritonDashKernel(_Portable):
             elif first_dq and len(table.unseen):
                 width = heads * head_dim
                 block = min(1024, 1 << (width - 1).bit_length())
-                clear_rows_kernel[(len(table.unseen), -(-width // block), batch)](
-                    table.unseen, dq_acc, rows, width, tiles.q_tile, block
-                )
-            dash_kernel[(table.workers,)](
-                q, k, v, do, lse, delta, dq_acc, dkv["dk"], dkv["dv"], bounds.start, bounds.end,
-                table.worker_start, table.tasks, table.steps, counters, bounds.lo, bounds.hi,
-                intervals.n_q, intervals.n_k, rows, keys, heads, kv_heads, batch * heads,
-                table.query_tiles, table.kv_tiles, softmax_scale,
-                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-                head_dim, head_dim_v, pad, pad_v, tiles.q_tile, tiles.kv_tile, tiles.stages,
-                precision(q.dtype), bounds.band, first_dq, first_dkv, self.deterministic,
-                num_warps=tiles.warps, launch_cooperative_grid=True,
+                grid = (len(table.unseen), -(-width // block), batch)
+                _clear_rows(grid, (table.unseen, dq_acc), (rows, width), (), (tiles.q_tile, block), warps=4)
+            _dash(
+                (table.workers, 1, 1),
+                (
+                    q, k, v, do, lse, delta, dq_acc, dkv["dk"], dkv["dv"], bounds.start, bounds.end,
+                    table.worker_start, table.tasks, table.steps, counters,
+                ),
+                (
+                    *bounds.band_of, intervals.n_q, intervals.n_k, rows, keys, heads, kv_heads, batch * heads,
+                    table.query_tiles, table.kv_tiles, softmax_scale,
+                ),
+                strides(q, k, v, do),
+                (*constants(tiles, q, k, v, do), bounds.band, first_dq, first_dkv, self.deterministic),
+                warps=tiles.warps,
             )  # fmt: skip
 
     def _table(self, q: Tensor, k: Tensor, intervals: Intervals, tiles: Tiling) -> ScheduleTable:
@@ -241,30 +250,33 @@ def _two_loop_dkdv(
     softmax_scale: float,
     first: bool,
 ) -> None:
-    batch, rows, heads, head_dim = q.shape
-    keys, kv_heads, head_dim_v = v.shape[1:]
-    pad, pad_v = padded(head_dim), padded(head_dim_v)
-    tiles = tiling("dkdv", max(pad, pad_v), q.dtype, capability_of(q.device))
+    batch, rows, heads, _ = q.shape
+    _, keys, kv_heads, _ = v.shape
+    tiles = tiles_for("dkdv", q, v)
     bounds = row_bounds(intervals, lse)
     kv_tiles = -(-keys // tiles.kv_tile)
-    parts = group_parts(heads // kv_heads, batch * kv_heads * kv_tiles)
+    group = heads // kv_heads
+    parts = group_parts(group, batch * kv_heads * kv_tiles)
     dk, dv = (
         acc if parts == 1 else torch.empty((parts, *acc.shape), dtype=acc.dtype, device=acc.device)
         for acc in (dkv["dk"], dkv["dv"])
     )
     with on_device(q.device):
-        dkdv_kernel[(kv_tiles, kv_heads * parts, batch)](
-            q, k, v, do, lse, delta, dk, dv, bounds.start, bounds.end, bounds.lo, bounds.hi,
-            intervals.n_q, intervals.n_k, rows, keys, heads // kv_heads, heads // kv_heads // parts,
-            batch * keys * kv_heads, softmax_scale,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-            head_dim, head_dim_v, pad, pad_v, tiles.q_tile, tiles.kv_tile, tiles.stages, precision(q.dtype),
-            bounds.band, first or parts > 1, num_warps=tiles.warps,
+        _dkdv(
+            (kv_tiles, kv_heads * parts, batch),
+            (q, k, v, do, lse, delta, dk, dv, bounds.start, bounds.end),
+            (
+                *bounds.band_of, intervals.n_q, intervals.n_k, rows, keys, group, group // parts,
+                batch * keys * kv_heads, softmax_scale,
+            ),
+            strides(q, k, v, do),
+            (*constants(tiles, q, k, v, do), bounds.band, first or parts > 1),
+            warps=tiles.warps,
         )  # fmt: skip
         if parts > 1:
             for cut, acc in ((dk, dkv["dk"]), (dv, dkv["dv"])):
-                size = acc.numel()
-                add_parts_kernel[(-(-size // FLAT_BLOCK),)](cut, acc, size, parts, first, FLAT_BLOCK)
+                grid = (-(-acc.numel() // FLAT_BLOCK), 1, 1)
+                _add_parts(grid, (cut, acc), (acc.numel(), parts), (), (first, FLAT_BLOCK), warps=4)
 
 
 def _two_loop_dq(
@@ -279,19 +291,18 @@ def _two_loop_dq(
     softmax_scale: float,
     first: bool,
 ) -> None:
-    batch, rows, heads, head_dim = q.shape
-    head_dim_v = v.shape[-1]
-    pad, pad_v = padded(head_dim), padded(head_dim_v)
-    tiles = tiling("dq", max(pad, pad_v), q.dtype, capability_of(q.device))
+    batch, rows, heads, _ = q.shape
+    tiles = tiles_for("dq", q, v)
     bounds = row_bounds(intervals, lse)
     with on_device(q.device):
-        dq_kernel[(-(-rows // tiles.q_tile), heads, batch)](
-            q, k, v, do, lse, delta, dq, bounds.start, bounds.end, bounds.lo, bounds.hi,
-            intervals.n_q, intervals.n_k, rows, heads // k.shape[2], softmax_scale,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
-            head_dim, head_dim_v, pad, pad_v, tiles.q_tile, tiles.kv_tile, tiles.stages, precision(q.dtype),
-            bounds.band, first, num_warps=tiles.warps,
-        )  # fmt: skip
+        _dq(
+            (-(-rows // tiles.q_tile), heads, batch),
+            (q, k, v, do, lse, delta, dq, bounds.start, bounds.end),
+            (*bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2], softmax_scale),
+            strides(q, k, v, do),
+            (*constants(tiles, q, k, v, do), bounds.band, first),
+            warps=tiles.warps,
+        )
 
 
 def group_parts(group: int, tasks: int) -> int:
@@ -309,5 +320,7 @@ def _scaled(acc: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     result = torch.empty_like(acc, dtype=dtype)
     size = acc.numel()
     with on_device(acc.device):
-        scale_and_cast_kernel[(-(-size // FLAT_BLOCK),)](acc, result, size, scale, FLAT_BLOCK)
+        _scale_and_cast(
+            (-(-size // FLAT_BLOCK), 1, 1), (acc, result), (size, scale), (), (FLAT_BLOCK,), warps=4
+        )
     return result

@@ -18,18 +18,16 @@ import torch
 import triton
 from torch import Tensor
 
+from meshattn_kernels.dispatch import choose_kernel
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
+from meshattn_kernels.rules import MAX_HEAD_DIM, Capability
 
 Pass = Literal["forward", "dkdv", "dq", "dash"]
-Capability = tuple[int, int]
-
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter: decided by TRITON_INTERPRET=1 before triton is first
 imported."""
 
-_TYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MAX_HEAD_DIM = 256
-_MAX_STRIDE = 2**31 // _MAX_HEAD_DIM
+_MAX_STRIDE = 2**31 // MAX_HEAD_DIM
 _interpreter_lock = threading.Lock()
 
 
@@ -54,9 +52,9 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
         ("sm100", 64): Tiling(128, 64, stages=3, warps=8),
         ("sm100", 128): Tiling(128, 64, stages=2, warps=8),
         ("sm100", 256): Tiling(64, 64, stages=2, warps=8),
-        ("sm90", 64): Tiling(128, 64, stages=3, warps=4),
-        ("sm90", 128): Tiling(128, 64, stages=2, warps=4),
-        ("sm90", 256): Tiling(64, 64, stages=2, warps=8),
+        ("sm90", 64): Tiling(64, 64, stages=3, warps=4),
+        ("sm90", 128): Tiling(64, 64, stages=3, warps=4),
+        ("sm90", 256): Tiling(128, 64, stages=2, warps=8),
         ("sm80", 64): Tiling(128, 64, stages=3, warps=4),
         ("sm80", 128): Tiling(128, 64, stages=3, warps=8),
         ("sm80", 256): Tiling(64, 64, stages=2, warps=8),
@@ -68,9 +66,9 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
         ("sm100", 64): Tiling(64, 128, stages=2, warps=8),
         ("sm100", 128): Tiling(64, 128, stages=2, warps=8),
         ("sm100", 256): Tiling(32, 64, stages=2, warps=8),
-        ("sm90", 64): Tiling(64, 128, stages=3, warps=8),
-        ("sm90", 128): Tiling(64, 128, stages=2, warps=8),
-        ("sm90", 256): Tiling(32, 64, stages=2, warps=8),
+        ("sm90", 64): Tiling(64, 64, stages=3, warps=4),
+        ("sm90", 128): Tiling(64, 128, stages=3, warps=8),
+        ("sm90", 256): Tiling(64, 64, stages=2, warps=8),
         ("sm80", 64): Tiling(32, 128, stages=3, warps=8),
         ("sm80", 128): Tiling(64, 64, stages=3, warps=8),
         ("sm80", 256): Tiling(32, 32, stages=3, warps=4),
@@ -82,9 +80,9 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
         ("sm100", 64): Tiling(128, 64, stages=3, warps=8),
         ("sm100", 128): Tiling(128, 64, stages=3, warps=8),
         ("sm100", 256): Tiling(64, 32, stages=2, warps=8),
-        ("sm90", 64): Tiling(128, 64, stages=3, warps=8),
+        ("sm90", 64): Tiling(128, 64, stages=3, warps=4),
         ("sm90", 128): Tiling(128, 64, stages=3, warps=8),
-        ("sm90", 256): Tiling(64, 32, stages=3, warps=8),
+        ("sm90", 256): Tiling(64, 32, stages=3, warps=4),
         ("sm80", 64): Tiling(128, 64, stages=3, warps=8),
         ("sm80", 128): Tiling(64, 64, stages=3, warps=4),
         ("sm80", 256): Tiling(64, 32, stages=3, warps=8),
@@ -110,19 +108,19 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
 # float32 products run without tensor cores, so that they are as exact as eager attention in float32.
 _SINGLE: dict[Pass, dict[int, Tiling]] = {
     "forward": {
-        64: Tiling(32, 32, stages=1, warps=8),
+        64: Tiling(32, 32, stages=2, warps=4),
         128: Tiling(32, 32, stages=1, warps=8),
-        256: Tiling(16, 16, stages=1, warps=8),
+        256: Tiling(32, 16, stages=2, warps=8),
     },
     "dkdv": {
-        64: Tiling(32, 32, stages=1, warps=8),
-        128: Tiling(16, 32, stages=1, warps=8),
-        256: Tiling(16, 16, stages=1, warps=8),
+        64: Tiling(32, 32, stages=2, warps=8),
+        128: Tiling(16, 32, stages=2, warps=8),
+        256: Tiling(16, 32, stages=2, warps=8),
     },
     "dq": {
-        64: Tiling(32, 32, stages=1, warps=8),
-        128: Tiling(16, 16, stages=1, warps=8),
-        256: Tiling(16, 16, stages=1, warps=8),
+        64: Tiling(32, 64, stages=2, warps=8),
+        128: Tiling(32, 32, stages=2, warps=8),
+        256: Tiling(16, 32, stages=2, warps=8),
     },
     "dash": {
         64: Tiling(32, 32, stages=1, warps=8),
@@ -150,14 +148,40 @@ def tiling(which: Pass, padded_dim: int, dtype: torch.dtype, capability: Capabil
     return _HALF[which][family, bucket]
 
 
+def tiles_for(which: Pass, q: Tensor, v: Tensor) -> Tiling:
+    """Tile sizes for a call."""
+    return tiling(which, max(padded(q.shape[-1]), padded(v.shape[-1])), q.dtype, capability_of(q.device))
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Strides of batch and head of each."""
+    return [stride for x in tensors for stride in (x.stride(0), x.stride(2))]
+
+
+def constants(tiles: Tiling, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> tuple[int | bool, ...]:
+    """The compile-time arguments that all kernels begin with: strides of rows, D, D_V, PADDED_D, PADDED_D_V,
+    Q_TILE, KV_TILE, STAGES, SINGLE.
+
+    The strides of rows follow from the layout of a model, not from a sequence, so that they cost few
+    compilations; as constants they save registers and address arithmetic in every step.
+    """
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    return (
+        *(x.stride(1) for x in (q, k, v, *do)),
+        head_dim,
+        head_dim_v,
+        padded(head_dim),
+        padded(head_dim_v),
+        tiles.q_tile,
+        tiles.kv_tile,
+        tiles.stages,
+        q.dtype == torch.float32,
+    )
+
+
 def padded(dim: int) -> int:
     """Width of a tile for a head size: the next power of two, at least the 16 of a tensor-core product."""
     return max(16, 1 << (dim - 1).bit_length())
-
-
-def precision(dtype: torch.dtype) -> str:
-    """Triton's input_precision of the products."""
-    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @cache
@@ -179,28 +203,7 @@ def capability_of(device: torch.device) -> Capability | None:
 
 def check_call(kernel: str, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> None:
     """Raise ValueError for what these kernels do not serve: device, type, head size, sign of the scale."""
-    if not INTERPRETED and q.device.type != "cuda":
-        raise ValueError(
-            f"q is on {q.device}; kernel {kernel!r} runs on CUDA devices. Move the tensors there, choose "
-            "kernel='reference', or set TRITON_INTERPRET=1 before triton is imported to interpret it (slowly)"
-        )
-    if q.dtype not in _TYPES:
-        raise ValueError(
-            f"q is {q.dtype}; kernel {kernel!r} takes float16, bfloat16 and float32. Cast, or choose "
-            "kernel='reference', which takes every float type"
-        )
-    capability = capability_of(q.device)
-    if capability is not None and capability < (8, 0):
-        raise ValueError(
-            f"{q.device} has compute capability {capability[0]}.{capability[1]}; kernel {kernel!r} needs "
-            "8.0. Choose kernel='reference'"
-        )
-    for name, dim in (("q and k", q.shape[-1]), ("v", v.shape[-1])):
-        if not 1 <= dim <= _MAX_HEAD_DIM:
-            raise ValueError(
-                f"{name} have head size {dim}; kernel {kernel!r} takes 1 to {_MAX_HEAD_DIM}. Choose "
-                "kernel='reference'"
-            )
+    choose_kernel(kernel, q.device, q.dtype, q.shape[-1], v.shape[-1])
     if not softmax_scale > 0:
         raise ValueError(
             f"softmax_scale is {softmax_scale}; kernel {kernel!r} takes positive ones. Negate q, or choose "
@@ -228,21 +231,20 @@ class RowBounds:
     band: bool
     start: Tensor
     end: Tensor
-    lo: int
-    hi: int
+    band_of: tuple[int, int]
 
 
 def row_bounds(intervals: Intervals, unused: Tensor) -> RowBounds:
     """Arrays are copied to the device of ``unused`` (any tensor, never read) once."""
     if isinstance(intervals, BandIntervals):
-        return RowBounds(True, unused, unused, intervals.lo, intervals.hi)
+        return RowBounds(True, unused, unused, (intervals.lo, intervals.hi))
     device = unused.device
     if intervals.start.device == device:
-        return RowBounds(False, intervals.start, intervals.end, 0, 0)
+        return RowBounds(False, intervals.start, intervals.end, (0, 0))
     copies = _bounds_on_device.setdefault(intervals, {})
     if device not in copies:
         copies[device] = (intervals.start.to(device), intervals.end.to(device))
-    return RowBounds(False, *copies[device], 0, 0)
+    return RowBounds(False, *copies[device], (0, 0))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

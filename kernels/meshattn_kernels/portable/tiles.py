@@ -18,13 +18,55 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def product(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a b in fp32. The interpreter would multiply the bit patterns of bfloat16: it gets them
-    promoted."""
+def product(a, b, acc, SINGLE: tl.constexpr):
+    """acc + a b in fp32; with SINGLE (fp32 inputs) without tensor cores. The interpreter would multiply the
+    bit patterns of bfloat16: it gets them promoted."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    elif SINGLE:
+        return tl.dot(a, b, acc, input_precision="ieee")
     else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def power(x, SINGLE: tl.constexpr):
+    """The exponential function of the softmax: in base 2, in which a GPU computes, for 16-bit inputs.
+
+    float32 inputs take base e, because lse comes in base e: turned to base 2 it would be rounded once more,
+    and an lse of 16 that is wrong by half of its last bit makes every p wrong by 8 of theirs.
+    """
+    if SINGLE:
+        return tl.exp(x)
+    else:
+        return tl.math.exp2(x)
+
+
+@triton.jit
+def logarithm(x, SINGLE: tl.constexpr):
+    """Inverse of ``power``."""
+    if SINGLE:
+        return tl.log(x)
+    else:
+        return tl.math.log2(x)
+
+
+@triton.jit
+def to_base(x, SINGLE: tl.constexpr):
+    """Exponent of e as exponent of the base of ``power``."""
+    if SINGLE:
+        return x
+    else:
+        return x * LOG2E
+
+
+@triton.jit
+def from_base(x, SINGLE: tl.constexpr):
+    """Inverse of ``to_base``."""
+    if SINGLE:
+        return x
+    else:
+        return x * LN2
 
 
 @triton.jit
@@ -38,24 +80,6 @@ def row_bounds(row, start_ptr, end_ptr, lo, hi, n_k, BAND: tl.constexpr):
         start = tl.load(start_ptr + row)
         end = tl.load(end_ptr + row)
     return start, end
-
-
-@triton.jit
-def tile_keys(
-    r0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BAND: tl.constexpr
-):
-    """Keys that matter to the rows r0 .. r0 + Q_TILE - 1.
-
-    Returns begin, stop, full_begin, full_stop: key tiles start at begin, begin + KV_TILE, ..., below stop;
-    those within [full_begin, full_stop) are seen whole by every real row.
-    """
-    first = tl.minimum(r0, tl.maximum(n_q - 1, 0))
-    last = tl.minimum(r0 + Q_TILE, n_q) - 1
-    first_start, first_end = row_bounds(first, start_ptr, end_ptr, lo, hi, n_k, BAND)
-    last_start, last_end = row_bounds(tl.maximum(last, 0), start_ptr, end_ptr, lo, hi, n_k, BAND)
-    begin = first_start // KV_TILE * KV_TILE
-    stop = tl.where((r0 < n_q) & (first_start < last_end), last_end, begin)
-    return begin, stop, last_start, first_end
 
 
 @triton.jit
@@ -77,17 +101,59 @@ def count_at_most(bound_ptr, size, limit):
 
 
 @triton.jit
-def tile_rows(t0, start_ptr, end_ptr, lo, hi, n_q, n_k, KV_TILE: tl.constexpr, BAND: tl.constexpr):
-    """Rows [begin, stop) that see any of the keys t0 .. t0 + KV_TILE - 1; empty rows may lie between."""
+def tile_range(begin, stop, full_begin, full_stop, TILE: tl.constexpr):
+    """Tiles to walk: returns first, full, full_end, end, of which those of [full, full_end) need no mask.
+
+    The tiles of [first, end) meet [begin, stop); those between lie within [full_begin, full_stop) besides.
+    """
+    first = begin // TILE
+    end = tl.where(begin < stop, (stop + TILE - 1) // TILE, first)
+    full = tl.minimum(tl.maximum((full_begin + TILE - 1) // TILE, first), end)
+    full_end = tl.minimum(tl.maximum(full_stop // TILE, full), end)
+    return first, full, full_end, end
+
+
+@triton.jit
+def masked_tile(n, first, full, full_end):
+    """The n-th of the tiles that need a mask: those before ``full``, then those from ``full_end`` on."""
+    return tl.where(n < full - first, first + n, full_end + n - (full - first))
+
+
+@triton.jit
+def tile_keys(
+    r0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BAND: tl.constexpr
+):
+    """``tile_range`` of the key tiles that matter to the rows r0 .. r0 + Q_TILE - 1; those that need no mask
+    are seen whole by every real row."""
+    first = tl.minimum(r0, tl.maximum(n_q - 1, 0))
+    last = tl.minimum(r0 + Q_TILE, n_q) - 1
+    first_start, first_end = row_bounds(first, start_ptr, end_ptr, lo, hi, n_k, BAND)
+    last_start, last_end = row_bounds(tl.maximum(last, 0), start_ptr, end_ptr, lo, hi, n_k, BAND)
+    stop = tl.where(r0 < n_q, last_end, first_start)
+    return tile_range(first_start, stop, last_start, first_end, KV_TILE)
+
+
+@triton.jit
+def tile_rows(
+    t0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BAND: tl.constexpr
+):
+    """``tile_range`` of the row tiles that see any of the keys t0 .. t0 + KV_TILE - 1; empty rows may lie
+    between. Those that need no mask consist of real rows, which see all of these keys."""
     t1 = tl.minimum(t0 + KV_TILE, n_k)
     if BAND:
         begin = tl.maximum(t0 + lo, 0)
         stop = tl.minimum(t1 + hi, n_q)
+        full_begin = tl.maximum(t1 - 1 + lo, 0)
+        full_stop = tl.minimum(t0 + hi + 1, n_q)
     else:
         begin = count_at_most(end_ptr, n_q, t0)
         stop = count_at_most(start_ptr, n_q, t1 - 1)
-    stop = tl.where((t0 < n_k) & (begin < stop), stop, begin)
-    return begin, stop
+        full_begin = count_at_most(end_ptr, n_q, t1 - 1)
+        full_stop = count_at_most(start_ptr, n_q, t0)
+    stop = tl.where(t0 < n_k, stop, begin)
+    # A key tile that reaches beyond the last key needs a mask for every row.
+    full_stop = tl.where(t0 + KV_TILE <= n_k, full_stop, full_begin)
+    return tile_range(begin, stop, full_begin, full_stop, Q_TILE)
 
 
 @triton.jit
@@ -114,11 +180,25 @@ def sees_all(
 
 
 @triton.jit
-def load_tile(ptr, r0, size, stride_row, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Rows r0 .. r0 + ROWS - 1 of a matrix with ``size`` rows, as [ROWS, PADDED]: zero from dim DIM on."""
-    row = tl.minimum(tl.arange(0, ROWS), size - 1 - r0)
+def load_tile(
+    ptr,
+    r0,
+    size,
+    STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    WHOLE: tl.constexpr = False,
+):
+    """Rows r0 .. r0 + ROWS - 1 of a matrix with ``size`` rows, as [ROWS, PADDED]: zero from dim DIM on.
+
+    WHOLE promises that all these rows exist.
+    """
+    row = tl.arange(0, ROWS)
+    if not WHOLE:
+        row = tl.minimum(row, size - 1 - r0)
     dim = tl.arange(0, PADDED)
-    ptrs = ptr + tl.cast(r0, tl.int64) * stride_row + (row[:, None] * stride_row + dim[None, :])
+    ptrs = ptr + tl.cast(r0, tl.int64) * STRIDE + (row[:, None] * STRIDE + dim[None, :])
     if DIM == PADDED:
         return tl.load(ptrs)
     else:
@@ -126,17 +206,27 @@ def load_tile(ptr, r0, size, stride_row, ROWS: tl.constexpr, DIM: tl.constexpr, 
 
 
 @triton.jit
-def load_row_terms(lse_ptr, delta_ptr, r0, n_q, ROWS: tl.constexpr):
-    """lse in base 2 and delta of the rows from r0 on.
-
-    A row that is padding or sees no key (lse -inf) gets lse +inf, so that each of its p = exp2(s - lse) is 0.
-    """
+def load_rows(ptr, r0, n_q, ROWS: tl.constexpr, WHOLE: tl.constexpr = False):
+    """One number a row, as ``load_tile``."""
     lane = tl.arange(0, ROWS)
-    row = r0 + tl.minimum(lane, n_q - 1 - r0)
-    lse = tl.load(lse_ptr + row)
-    delta = tl.load(delta_ptr + row)
-    hidden = (lse == float("-inf")) | (r0 + lane >= n_q)
-    return tl.where(hidden, float("inf"), lse * LOG2E), delta
+    if not WHOLE:
+        lane = tl.minimum(lane, n_q - 1 - r0)
+    return tl.load(ptr + r0 + lane)
+
+
+@triton.jit
+def load_lse(lse_ptr, r0, n_q, ROWS: tl.constexpr, SINGLE: tl.constexpr, SEEN: tl.constexpr = False):
+    """lse of the rows from r0 on, in the base of ``power``.
+
+    A row that is padding or sees no key (lse -inf) gets lse +inf, so that each of its p = exp(s - lse) is 0.
+    SEEN promises that there are none.
+    """
+    lse = load_rows(lse_ptr, r0, n_q, ROWS, SEEN)
+    if SEEN:
+        return to_base(lse, SINGLE)
+    else:
+        hidden = (lse == float("-inf")) | (r0 + tl.arange(0, ROWS) >= n_q)
+        return tl.where(hidden, float("inf"), to_base(lse, SINGLE))
 
 
 @triton.jit
@@ -146,12 +236,14 @@ def add_tile(
     """Add ``value`` [ROWS, PADDED] to fp32 rows of memory that no other program touches; with ``first``
     write it.
 
-    Memory that is written first may hold NaN: it is not read then.
+    Memory that is written first may hold NaN: it is not read then. An atomic addition, not for atomicity: it
+    needs no registers for the sum so far.
     """
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, PADDED)
     ptrs = ptr + tl.cast(r0, tl.int64) * stride_row + (row[:, None] * stride_row + dim[None, :])
     mask = (r0 + row < size)[:, None] & (dim < DIM)[None, :]
-    if not first:
-        value += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-    tl.store(ptrs, value, mask=mask)
+    if first:
+        tl.store(ptrs, value, mask=mask)
+    else:
+        tl.atomic_add(ptrs, value, mask=mask, sem="relaxed")
