@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -17,6 +18,7 @@ TYPES = (*HALF, torch.float32, torch.float64)
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
 TRITONS = (None, (3, 5), (3, 6), (3, 7), (3, 8), (4, 0))
 HEAD_DIMS = (8, 16, 24, 48, 64, 72, 128, 136, 192, 256, 264)
+UNEQUAL = [(64, 128), (128, 64), (192, 128), (64, 72), (72, 64), (264, 64), (64, 264)]  # D, D_v
 PLATFORMS = [
     Platform("cpu"),
     Platform("mps"),
@@ -28,8 +30,10 @@ PLATFORMS = [
     Platform("cuda", (9, 0), (3, 6), interpreted=True),
 ]
 REQUESTS = [
-    Request(platform, dtype, D, D_v, plain_mask)
-    for platform, dtype, D, D_v, plain_mask in product(PLATFORMS, TYPES, HEAD_DIMS, HEAD_DIMS, (True, False))
+    Request(platform, dtype, D, D_v, plain_mask, softcap)
+    for platform, dtype, (D, D_v), plain_mask, softcap in product(
+        PLATFORMS, TYPES, [(D, D) for D in HEAD_DIMS] + UNEQUAL, (True, False), (False, True)
+    )
 ]
 
 
@@ -38,6 +42,8 @@ def documented(request: Request) -> str | None:
     platform, sizes = request.platform, (request.head_dim, request.head_dim_v)
     if platform.device == "cpu" or request.dtype == torch.float64:
         return "reference"
+    if request.softcap:
+        return None
     if platform.interpreted:
         return "triton" if max(sizes) <= 256 else None
     if platform.device != "cuda" or platform.triton is None or platform.capability < (8, 0):  # type: ignore[operator]
@@ -69,15 +75,8 @@ def test_the_choice_serves() -> None:
 def test_what_is_installed_beside_and_the_mask_change_no_choice() -> None:
     for request in REQUESTS:
         platform = request.platform
-        other = Platform(
-            platform.device,
-            platform.capability,
-            platform.triton,
-            platform.interpreted,
-            cudnn=not platform.cudnn,
-            fa4=not platform.fa4,
-        )
-        changed = Request(other, request.dtype, request.head_dim, request.head_dim_v, not request.plain_mask)
+        other = replace(platform, cudnn=not platform.cudnn, fa4=not platform.fa4)
+        changed = replace(request, platform=other, plain_mask=not request.plain_mask)
         assert chosen(None, changed) == chosen(None, request), request
 
 
