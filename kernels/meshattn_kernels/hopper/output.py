@@ -12,7 +12,8 @@ ROWS = gl.constexpr(64)
 
 @aggregate
 class Output:
-    """The accumulators and their sizes: out [B, C, H, D_v] and lse [B, H, C], contiguous."""
+    """The accumulators and their sizes: out [B, C, H, D_v] and lse [B, H, C], contiguous. fp32; or out is the
+    result itself, in the type of the inputs."""
 
     out: gl.tensor
     lse: gl.tensor
