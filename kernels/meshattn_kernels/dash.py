@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from meshattn_kernels.placement import ORDERED_STORE_COST, TASK_COST, job_costs, place
+from meshattn_kernels.placement import PART_COST, TASK_COST, job_costs, place
 from meshattn_kernels.schedule_table import LOAD, STEP_PADDING, STORE, TURN_SHIFT, ScheduleTable, build_table
 from meshattn_kernels.schedules import SCHEDULES, SPLIT_SHIFT_SPAN, longest_first
 from meshattn_kernels.tile_ranges import TileRanges, visible_ranges
@@ -24,6 +24,7 @@ __all__ = [
     "build_table",
     "choose_schedule",
     "heads_in_flight",
+    "named_schedule",
     "visible_ranges",
 ]
 
@@ -59,10 +60,10 @@ def choose_schedule(
     seen = sum(length > 0 for length in ranges.lengths)
     name, wave = "longest_first", None
     in_flight = heads_in_flight(head_dim, ranges.query_tiles * ranges.q_tile)
-    if ranges.is_uniform and not split:  # twice the ordered stores of a split group would cost too much
+    if ranges.is_uniform:
         share = units * seen / NOMINAL_WORKERS  # key/value tiles of a worker
         chain = HANDOFF * min(seen, NOMINAL_WORKERS / units)
-        gain = chain - max(share, 1.0) * (TASK_COST + ORDERED_STORE_COST)
+        gain = chain - max(share, 1.0) * (TASK_COST + PART_COST)
         if gain > LEAST_GAIN * max(share, 1.0) * max(ranges.lengths, default=0) * (heads / units):
             name, wave = "split_shift", max(1, min(seen, SPLIT_SHIFT_SPAN // units))
             in_flight = units
@@ -77,6 +78,20 @@ def choose_schedule(
         heads_in_flight=in_flight,
         split_heads=split,
         wave=wave,
+    )
+
+
+def named_schedule(
+    name: str, ranges: TileRanges, *, heads: int, kv_heads: int, head_dim: int, workers: int
+) -> ScheduleTable:
+    """A schedule by name, for comparisons, with groups in registers. ``naive`` is launched as by
+    FlashAttention-3: the heads in flight are the largest power of two that fits the L2 cache."""
+    rows = ranges.query_tiles * ranges.q_tile
+    in_flight = heads_in_flight(head_dim, rows)
+    if name == "naive":
+        in_flight = 1 << (max(1, CACHE_BYTES // max(1, 8 * head_dim * rows)).bit_length() - 1)
+    return build_table(
+        name, ranges, heads=heads, kv_heads=kv_heads, workers=workers, heads_in_flight=in_flight
     )
 
 

@@ -16,8 +16,8 @@ from meshattn_kernels.schedules import Walks
 TASK_COST = 2
 """Time of loading a key/value tile and storing dk, dv, in steps."""
 
-ORDERED_STORE_COST = 2
-"""What a store of dk, dv costs more, in steps, when it is added in turn to those of other tasks."""
+PART_COST = 2
+"""What a task costs more, in steps, when its dk, dv are a part of a sum over tasks, which is read again."""
 
 
 def even_groups(units: int, in_flight: int) -> list[tuple[int, int]]:
@@ -41,11 +41,11 @@ def launch_order(walks: Walks, units: int, in_flight: int) -> tuple[Tensor, Tens
     return unit, job
 
 
-def job_costs(walks: Walks, heads_of_unit: int, ordered_store: bool) -> list[int]:
+def job_costs(walks: Walks, heads_of_unit: int, parts: bool) -> list[int]:
     """Time of each job of a unit, in steps."""
     runs = torch.ones_like(walks.kv)
     runs[1:] = ((walks.kv[1:] != walks.kv[:-1]) | (walks.job[1:] != walks.job[:-1])).long()
-    cost = walks.length * heads_of_unit + runs * (TASK_COST + ordered_store * ORDERED_STORE_COST)
+    cost = walks.length * heads_of_unit + runs * (TASK_COST + parts * PART_COST)
     jobs = int(walks.job[-1]) + 1 if len(walks.job) else 0
     total: list[int] = torch.zeros(jobs, dtype=torch.int64).index_add_(0, walks.job, cost).tolist()
     return total

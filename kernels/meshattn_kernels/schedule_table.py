@@ -129,7 +129,7 @@ def build_table(
     heads, kv_heads     B * H and B * H_kv; query head h belongs to key/value head h // (heads / kv_heads).
     workers             resident workers.
     heads_in_flight     units launched together: query heads, or key/value heads if groups stay in registers.
-    split_heads         each query head of a group is a task that adds its dk, dv in turn.
+    split_heads         each query head of a group is a task of its own, with a part of dk, dv.
     wave                key/value tiles (pairs of them for ``symmetric_shift``) of a shift; 0 means as many as
                         there are workers, as in the paper, which gives up ``invariant``.
 
@@ -162,32 +162,25 @@ def _build(
     wave: int | None,
 ) -> ScheduleTable:
     walks = _walks(name, ranges, workers if wave == 0 else wave)
-    ordered = split_heads and heads > kv_heads
     if walks.min_workers > workers:
         raise ValueError(
             f"schedule {name!r} needs {walks.min_workers} workers, one for each job of a wave, and there are "
             f"{workers}; give a smaller wave or use one of {', '.join(LINEAR)}"
         )
     group = 1 if split_heads else heads // kv_heads
-    variants = [walks]
-    if ordered and walks.slot is None and ranges.is_uniform:
-        # Heads that add to the same dk, dv reach a tile two places apart, so that they end one after another.
-        # Not under other masks: to change the order by length costs more there.
-        places = heads // kv_heads
-        variants = [walks.rotated(2 * v, min(2 * places, ranges.kv_tiles)) for v in range(places)]
     unit, job = launch_order(walks, heads // group, heads_in_flight)
-    variant = unit % len(variants)
     if walks.slot is None:
-        twice = ordered or name in ("halves", "split_shift")
-        cost = torch.tensor([job_costs(v, group, twice) for v in variants])
-        owner = torch.tensor(place(cost[variant, job].tolist(), workers)[0], dtype=torch.int64)
+        parts = group < heads // kv_heads or name in ("halves", "split_shift")
+        cost = torch.tensor(job_costs(walks, group, parts))
+        owner = torch.tensor(place(cost[job].tolist(), workers)[0], dtype=torch.int64)
     else:
         owner = torch.tensor(place_in_turn(len(job), workers), dtype=torch.int64)
-    tasks, row_owner = _task_rows(variants, unit, job, owner, group, heads // kv_heads)
+    tasks, row_owner = _task_rows(walks, unit, job, owner, group, heads // kv_heads)
     worker_start = torch.zeros(workers + 1, dtype=torch.int64)
     worker_start[1:] = torch.cumsum(torch.bincount(row_owner, minlength=workers), 0)
-    steps = torch.cat([query | turn << TURN_SHIFT for _, query, turn in map(Walks.steps, variants)])
-    turns = torch.bincount(walks.steps()[1], minlength=ranges.query_tiles)
+    _, query, turn = walks.steps()
+    steps = query | turn << TURN_SHIFT
+    turns = torch.bincount(query, minlength=ranges.query_tiles)
     return ScheduleTable(
         name=name,
         workers=workers,
@@ -215,31 +208,24 @@ def _walks(name: str, ranges: TileRanges, wave: int | None) -> Walks:
 
 
 def _task_rows(
-    variants: list[Walks], unit: Tensor, job: Tensor, owner: Tensor, group: int, true_group: int
+    walks: Walks, unit: Tensor, job: Tensor, owner: Tensor, group: int, true_group: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows of ``tasks`` in the order of work of all workers, and the worker of each row.
-
-    Unit u has the walks of variant u mod their number; the variants differ in the order of jobs of one walk.
-    """
-    walks = variants[0]
+    """Rows of ``tasks`` in the order of work of all workers, and the worker of each row."""
     jobs = int(walks.job[-1]) + 1 if len(walks.job) else 0
     per_job = torch.bincount(walks.job, minlength=jobs)
     begin = torch.cumsum(per_job, 0) - per_job
     launch = torch.repeat_interleave(torch.arange(len(job)), per_job[job])
     ends = torch.cumsum(per_job[job], 0)
     walk = begin[job[launch]] + torch.arange(len(launch)) - (ends - per_job[job])[launch]
-    walk = walk + (unit[launch] % len(variants)) * len(walks.kv)
-    all_kv, all_lengths = (torch.cat([getattr(v, name) for v in variants]) for name in ("kv", "length"))
     # Query heads of a unit: one row each. A tile that nothing sees needs only one, to write its zeros.
     launch, walk = launch.repeat_interleave(group), walk.repeat_interleave(group)
     head = unit[launch] * group + torch.arange(len(launch)) % group
-    needed = (all_lengths[walk] > 0) | (head % true_group == 0)
+    needed = (walks.length[walk] > 0) | (head % true_group == 0)
     launch, walk, head = launch[needed], walk[needed], head[needed]
 
-    kv = all_kv[walk]
-    all_jobs = walks.job.repeat(len(variants))
-    run = torch.zeros_like(all_kv)  # walks of one key/value tile in a row within a job
-    run[1:] = torch.cumsum((all_kv[1:] != all_kv[:-1]) | (all_jobs[1:] != all_jobs[:-1]), 0)
+    kv = walks.kv[walk]
+    run = torch.zeros_like(walks.kv)  # walks of one key/value tile in a row within a job
+    run[1:] = torch.cumsum((walks.kv[1:] != walks.kv[:-1]) | (walks.job[1:] != walks.job[:-1]), 0)
     order = torch.arange(len(launch))
     if group > 1 and len(launch):  # in registers: head by head within a run
         key = (launch * (int(run.max()) + 1) + run[walk]) * group + head % group
@@ -258,14 +244,14 @@ def _task_rows(
     rank[by_tile] = torch.arange(len(tile)) - (torch.cumsum(count, 0) - count)[tile[by_tile]]
     dkv_turn[store] = torch.where(count[tile] > 1, rank, -1)
 
-    first_step = torch.cumsum(all_lengths, 0) - all_lengths
+    first_step = torch.cumsum(walks.length, 0) - walks.length
     rows = torch.stack(
         (
             head,
             head // true_group,
             kv,
             first_step[walk],
-            all_lengths[walk],
+            walks.length[walk],
             load * LOAD + store * STORE,
             dkv_turn,
             torch.zeros_like(head),

@@ -21,7 +21,7 @@ A cyclic walk cut where it wraps round becomes linear, at the cost of adding dk 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -64,22 +64,6 @@ class Walks:
         first_of_job = torch.ones_like(self.job, dtype=torch.bool)
         first_of_job[1:] = self.job[1:] != self.job[:-1]
         return int(torch.bincount(self.wave[first_of_job]).max())
-
-    def rotated(self, places: int, block: int) -> Walks:
-        """A linear order whose jobs are turned round by ``places`` places within blocks of ``block``."""
-        assert self.slot is None, "only linear orders can be changed job by job"
-        n = len(self.kv)
-        place = torch.arange(n)
-        begin = place // block * block
-        order = begin + (place - begin + places) % (begin + block).clamp(max=n).sub(begin)
-        return replace(
-            self,
-            kv=self.kv[order],
-            first=self.first[order],
-            length=self.length[order],
-            start=self.start[order],
-            direction=self.direction[order],
-        )
 
     def steps(self) -> tuple[Tensor, Tensor, Tensor]:
         """(walk, query tile, turn) of every step, int64, walk after walk."""

@@ -33,7 +33,7 @@ from meshattn_kernels.hopper import bind, plans
 from meshattn_kernels.hopper.backward import backward_kernel
 from meshattn_kernels.hopper.forward import forward_kernel
 from meshattn_kernels.hopper.ordered_add import segment_of
-from meshattn_kernels.hopper.plans import ALONE, ARRAY, BAND, FULL, IN_TURN, KV_TILE, PARTS, head_tile
+from meshattn_kernels.hopper.plans import ARRAY, BAND, FULL, KV_TILE, head_tile
 from meshattn_kernels.hopper.prepare import (
     add_parts_kernel,
     finish_dkv_kernel,
@@ -48,7 +48,7 @@ MAX_ADDED_WAITS = 3
 GLUON_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 MASKS = {FULL: "full", BAND: "band", ARRAY: "array"}
 INT_POINTERS = (
-    "start_ptr", "end_ptr", "worker_start", "tasks", "steps", "counters", "dkv_counters", "mailbox",
+    "start_ptr", "end_ptr", "worker_start", "tasks", "steps", "counters", "mailbox",
 )  # fmt: skip
 
 
@@ -89,7 +89,13 @@ def tile(dtype: str, *block: int) -> str:
 
 
 def forward(
-    head_dim: int, mask: int, *, first: bool, head_dim_v: int | None = None, dtype: str = "bf16"
+    head_dim: int,
+    mask: int,
+    *,
+    first: bool,
+    finished: bool = False,
+    head_dim_v: int | None = None,
+    dtype: str = "bf16",
 ) -> Variant:
     head_dim_v = head_dim_v or head_dim
     d_tile, dv_tile = head_tile(head_dim), head_tile(head_dim_v)
@@ -98,7 +104,8 @@ def forward(
         "q_desc": tile(dtype, 1, 1, 64, d_tile),
         "k_desc": tile(dtype, 1, 1, KV_TILE, d_tile),
         "v_desc": tile(dtype, 1, 1, KV_TILE, dv_tile),
-        "out_desc": tile("fp32", 1, 1, 64, dv_tile),
+        "out_desc": tile(dtype if finished else "fp32", 1, 1, 64, dv_tile),
+        "out_ptr": f"*{dtype}" if finished else "*fp32",
     }
     constants = {
         "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
@@ -106,6 +113,7 @@ def forward(
         "FIRST": first,
     }  # fmt: skip
     name = f"forward {dtype} D{head_dim} D_v{head_dim_v} {MASKS[mask]} {'first' if first else 'merge'}"
+    name += " finished" * finished
     return Variant(name, forward_kernel, 4, types, constants)
 
 
@@ -116,8 +124,9 @@ def backward(
     first_dq: bool = True,
     first_dkv: bool = True,
     grouped: bool = False,
-    shared: int = ALONE,
+    parts: bool = False,
     ordered: bool = True,
+    finished: bool = False,
     head_dim_v: int | None = None,
     dtype: str = "bf16",
 ) -> Variant:
@@ -132,19 +141,21 @@ def backward(
         "v_desc": tile(dtype, 1, 1, KV_TILE, dv_tile),
         "dq_desc": tile("fp32", 1, q_tile, d_tile // segment, segment),
         "init_desc": tile("fp32", q_tile),
+        "dk_ptr": f"*{dtype}" if finished else "*fp32",
+        "dv_ptr": f"*{dtype}" if finished else "*fp32",
     }
     constants = {
         "Q_TILE": q_tile, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile, "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v, "STAGES": bind.STAGES, "Q_HALVES": q_tile // 64, "MASK": mask,
-        "FIRST_DQ": first_dq, "FIRST_DKV": first_dkv, "GROUPED": grouped, "SHARED": shared,
+        "FIRST_DQ": first_dq, "FIRST_DKV": first_dkv, "GROUPED": grouped, "PARTS": parts,
         "ORDERED": ordered,
     }  # fmt: skip
     traits = {
         "add_dq": not first_dq,
         "add_dkv": not first_dkv,
         "grouped": grouped,
-        "in_turn": shared == IN_TURN,
-        "parts": shared == PARTS,
+        "parts": parts,
+        "finished": finished,
     }
     traits["unordered"] = not ordered
     named = " ".join(trait for trait, here in traits.items() if here)
@@ -166,6 +177,8 @@ def small_kernels() -> Iterator[Variant]:
         "ROWS": bind.PART_ROWS, "FIRST": False,
     }  # fmt: skip
     yield Variant("add parts", add_parts_kernel, 4, {"num_parts": "*i32"}, constants)
+    finished = {"num_parts": "*i32", "dk_ptr": "*bf16", "dv_ptr": "*bf16"}
+    yield Variant("add parts finished", add_parts_kernel, 4, finished, {**constants, "FIRST": True})
     yield Variant("finish dkv", finish_dkv_kernel, 4, types, {"BLOCK": bind.FINISH_BLOCK})
 
 
@@ -177,11 +190,13 @@ def covering_set() -> Iterator[Variant]:
     yield forward(64, ARRAY, first=True)
     yield forward(64, FULL, first=False, dtype="fp16")
     yield forward(96, ARRAY, first=False, head_dim_v=64)
+    yield forward(128, FULL, first=True, finished=True)
     yield backward(128, FULL)
-    yield backward(128, BAND, first_dq=False, first_dkv=False, grouped=True, shared=IN_TURN)
+    yield backward(64, BAND, finished=True)
+    yield backward(128, BAND, first_dq=False, first_dkv=False, grouped=True, parts=True)
     yield backward(128, ARRAY, grouped=True)
     yield backward(64, BAND)
-    yield backward(64, ARRAY, first_dq=False, shared=PARTS)
+    yield backward(64, ARRAY, first_dq=False, parts=True)
     yield backward(80, BAND, ordered=False, dtype="fp16")
 
 
@@ -191,17 +206,19 @@ def all_variants() -> Iterator[Variant]:
     for dtype, head_dim, mask in itertools.product(("bf16", "fp16"), (128, 64, 96, 48), MASKS):
         for first in both:
             yield forward(head_dim, mask, first=first, dtype=dtype)
-        sharings = (ALONE, PARTS) if mask == ARRAY else (ALONE, IN_TURN, PARTS)
-        for first_dq, first_dkv, grouped, shared in itertools.product(both, both, both, sharings):
+        yield forward(head_dim, mask, first=True, finished=True, dtype=dtype)
+        for first_dq, first_dkv, grouped, parts in itertools.product(both, both, both, both):
             if grouped and mask == FULL and head_tile(head_dim) == 64:
                 continue  # never used
+            if first_dq and first_dkv:
+                yield backward(head_dim, mask, grouped=grouped, parts=parts, finished=True, dtype=dtype)
             yield backward(
                 head_dim,
                 mask,
                 first_dq=first_dq,
                 first_dkv=first_dkv,
                 grouped=grouped,
-                shared=shared,
+                parts=parts,
                 dtype=dtype,
             )
     for head_dim, head_dim_v in ((128, 64), (64, 128)):

@@ -230,7 +230,7 @@ def test_heads_of_a_group_stay_in_registers_only_where_tasks_fill_the_workers() 
         ).max_dkv_turns
 
     assert turns(kv_heads=8, tiles=64) == 1
-    assert turns(kv_heads=1, tiles=16) == 4
+    assert turns(kv_heads=1, tiles=16) >= 4
 
 
 @CHECK

@@ -6,7 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cases import Inputs, Results, Shape, make_inputs
 from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals, accumulator_dtype
+from meshattn_kernels.dash import SCHEDULES
 from tolerance import assert_close
 
 pytestmark = [
@@ -101,15 +102,18 @@ class Run:
 
     kernel: object
     scale: float
+    at_once: tuple[str, ...] = ()
+    """Kinds of accumulators that are the results themselves, in the type of the inputs."""
 
     def accumulator(self, kind: str, q: Tensor, k: Tensor, v: Tensor, rows: int) -> dict[str, Tensor]:
         sizes = self.kernel.accumulator_shapes(  # type: ignore[attr-defined]
             kind, batch=q.shape[0], rows=rows, heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3],
             head_dim_v=v.shape[3],
         )  # fmt: skip
-        buffer = torch.full((sum(map(math.prod, sizes.values())),), NAN, device=q.device)
-        pieces = buffer.split([math.prod(size) for size in sizes.values()])
-        return {name: piece.view(size) for (name, size), piece in zip(sizes.items(), pieces, strict=True)}
+        dtypes = {
+            name: q.dtype if kind in self.at_once and name != "lse" else torch.float32 for name in sizes
+        }
+        return {n: torch.full(sizes[n], NAN, dtype=dtypes[n], device=q.device) for n in sizes}
 
     def __call__(self, inputs: Inputs, blocks: list[Block]) -> Results:
         q, k, v, do = inputs
@@ -335,39 +339,35 @@ def test_same_bits_for_repeats_and_workers(head_dim: int, heads: tuple[int, int]
             assert torch.equal(getattr(again, name), getattr(expected, name)), f"{name}, workers {workers}"
 
 
-@pytest.mark.parametrize("heads", [(8, 2), (8, 1)], ids=lambda h: f"H{h[0]}-H_kv{h[1]}")
+@pytest.mark.parametrize("schedule", [None, "split_shift"])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1)], ids=lambda h: f"H{h[0]}-H_kv{h[1]}")
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_parts_and_turns_of_dk_and_dv_give_the_same_bits(
-    head_dim: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rule", [full, causal, random_arrays], ids=["full", "causal", "random"])
+def test_results_written_at_once_are_those_of_accumulators(
+    head_dim: int, heads: tuple[int, int], rule: Rule, schedule: str | None
 ) -> None:
-    from meshattn_kernels.hopper import kernel, plans
-
-    shape = Shape(B=2, S=1000, H=heads[0], H_kv=heads[1], D=head_dim)
+    shape = Shape(B=2, S=500, H=heads[0], H_kv=heads[1], D=head_dim, S_k=450)
     inputs = on_gpu(shape)
-    blocks: list[Block] = [(slice(a, a + 500), BandIntervals(a, UNBOUNDED, 1000, 500)) for a in (0, 500)]
-
-    def run(max_part_rows: int) -> tuple[Results, set[int]]:
-        monkeypatch.setattr(plans, "MAX_PART_ROWS", max_part_rows)
-        monkeypatch.setattr(kernel, "_backward_plans", type(kernel._backward_plans)())
-        plans._backward_of_band.cache_clear()
-        results = Run(hopper(), 0.1)(inputs, blocks)
-        return results, {plan.sharing for plan in kernel._backward_plans._known.values()}
-
-    parts, kinds = run(2**18)
-    assert plans.PARTS in kinds
-    in_turn, kinds = run(0)
-    assert plans.PARTS not in kinds
-    plans._backward_of_band.cache_clear()
-    for name in Results._fields:
-        assert torch.equal(getattr(parts, name), getattr(in_turn, name)), name
+    blocks: list[Block] = [(slice(None), rule(shape))]
+    kernel = hopper(schedule=schedule)
+    assert {"out", "dkv"} <= kernel.writes_finished  # type: ignore[attr-defined]
+    expected = Run(kernel, 0.1)(inputs, blocks)
+    for kind, names in (("out", ("out", "lse")), ("dkv", Results._fields)):
+        actual = Run(kernel, 0.1, at_once=(kind,))(inputs, blocks)
+        for name in names:
+            assert torch.equal(getattr(actual, name), getattr(expected, name)), f"{kind}: {name}"
 
 
-@pytest.mark.parametrize(
-    "schedule", ["naive", "descending", "shortest_first", "halves", "split_shift", "shift"]
-)
-def test_every_schedule(schedule: str) -> None:
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_every_schedule(name: str) -> None:
     shape = Shape(B=1, S=1000, H=4, H_kv=2, D=128)
-    check(shape, full(shape), schedule=schedule)
+    check(shape, causal(shape) if name == "symmetric_shift" else full(shape), schedule=name)
+    if name not in ("shift", "split_shift"):
+        check(shape, causal(shape), schedule=name)
+    whole_tiles = Shape(B=1, S=896, H=3, H_kv=3, D=128, S_k=640)
+    for head_dim in (64, 128):
+        if name != "symmetric_shift":
+            check(replace(whole_tiles, D=head_dim), full(whole_tiles), schedule=name)
 
 
 def test_the_control_without_order() -> None:

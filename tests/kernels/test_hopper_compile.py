@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from meshattn_kernels.hopper import hopper_kernel
+from meshattn_kernels.rules import HOPPER_FIRST_UNKNOWN_TRITON, HOPPER_OLDEST_TRITON
 
-try:
-    hopper_kernel()
-except ValueError as refused:  # no triton, or a version that the kernels refuse
-    pytest.skip(str(refused), allow_module_level=True)
+triton = pytest.importorskip("triton")
+version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+if not HOPPER_OLDEST_TRITON <= version < HOPPER_FIRST_UNKNOWN_TRITON:
+    pytest.skip(f"not for triton {triton.__version__}", allow_module_level=True)
 
 
 def _load() -> ModuleType:

@@ -54,22 +54,9 @@ class Memory:
 
     @gluon.constexpr_function
     def __init__(
-        self,
-        k,
-        v,
-        q,
-        do,
-        score_init,
-        dprob_init,
-        ds,
-        dq,
-        kv_full,
-        kv_empty,
-        q_full,
-        q_empty,
-        dq_full,
-        dq_empty,
-    ):
+        self, k, v, q, do, score_init, dprob_init, ds, dq,
+        kv_full, kv_empty, q_full, q_empty, dq_full, dq_empty,
+    ):  # fmt: skip
         self.k, self.v, self.q, self.do = k, v, q, do
         self.score_init, self.dprob_init, self.ds, self.dq = score_init, dprob_init, ds, dq
         self.kv_full, self.kv_empty, self.q_full, self.q_empty = kv_full, kv_empty, q_full, q_empty
@@ -78,27 +65,25 @@ class Memory:
 
 @aggregate
 class Gradients:
-    """dk [B, C_k, H_kv, D] and dv [B, C_k, H_kv, D_v], fp32 and contiguous, with the parts of tiles that
-    several tasks share, their turn counters, and sizes."""
+    """dk [B, C_k, H_kv, D] and dv [B, C_k, H_kv, D_v], contiguous, with the parts of tiles that several tasks
+    share, sizes, and the factor of dk. fp32 accumulators, or the result itself in the
+    type of the inputs."""
 
     dk: gl.tensor
     dv: gl.tensor
     dk_parts: gl.tensor
     dv_parts: gl.tensor
-    counters: gl.tensor
-    mailbox: gl.tensor
     keys: gl.tensor
     kv_heads: gl.tensor
     all_kv_heads: gl.tensor
     num_tiles: gl.tensor
+    scale: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(
-        self, dk, dv, dk_parts, dv_parts, counters, mailbox, keys, kv_heads, all_kv_heads, num_tiles
-    ):
+    def __init__(self, dk, dv, dk_parts, dv_parts, keys, kv_heads, all_kv_heads, num_tiles, scale):
         self.dk, self.dv, self.dk_parts, self.dv_parts = dk, dv, dk_parts, dv_parts
-        self.counters, self.mailbox = counters, mailbox
         self.keys, self.kv_heads, self.all_kv_heads, self.num_tiles = keys, kv_heads, all_kv_heads, num_tiles
+        self.scale = scale
 
 
 @gluon.jit
@@ -164,21 +149,21 @@ def load_partition(
         "num_q_tiles", "num_kv_tiles", "num_rows", "scale",
     ],
     do_not_specialize_on_alignment=[
-        "start_ptr", "end_ptr", "counters", "dkv_counters", "mailbox", "worker_start", "tasks", "steps",
+        "start_ptr", "end_ptr", "counters", "mailbox", "worker_start", "tasks", "steps",
     ],
 )  # fmt: skip
 def backward_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, init_desc, dk_ptr, dv_ptr, dk_parts, dv_parts,
-    start_ptr, end_ptr, counters, dkv_counters, mailbox, worker_start, tasks, steps,
+    start_ptr, end_ptr, counters, mailbox, worker_start, tasks, steps,
     lo, hi, n_q, n_k, heads, kv_heads, all_kv_heads, num_keys, num_q_tiles, num_kv_tiles, num_rows, scale,
     Q_TILE: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, Q_HALVES: gl.constexpr,
     MASK: gl.constexpr, FIRST_DQ: gl.constexpr, FIRST_DKV: gl.constexpr, GROUPED: gl.constexpr,
-    SHARED: gl.constexpr, ORDERED: gl.constexpr,
+    PARTS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is
     read as zero. dq_desc: [B * H, C_q, D / 32, 32] (or / 16, 16). Counters are zero. FIRST_*: that
-    accumulator is overwritten. GROUPED: some tasks lack LOAD or STORE. SHARED: some have a dkv turn. Not
+    accumulator is overwritten. GROUPED: some tasks lack LOAD or STORE. PARTS: some have a dkv turn. Not
     ORDERED: nothing waits, dq is zero before the first block; for measurements only."""
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     DQ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)  # a stand-in, see dq_shared_layout
@@ -197,21 +182,12 @@ def backward_kernel(
     )  # fmt: skip
     rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
     gradients = Gradients(
-        dk_ptr,
-        dv_ptr,
-        dk_parts,
-        dv_parts,
-        dkv_counters,
-        mailbox,
-        num_keys,
-        kv_heads,
-        all_kv_heads,
-        num_kv_tiles,
-    )
+        dk_ptr, dv_ptr, dk_parts, dv_parts, num_keys, kv_heads, all_kv_heads, num_kv_tiles, scale
+    )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize([
         (math_partition, (gradients, worker_start, tasks, steps, rows, scale, memory,
-                          HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, SHARED)),
+                          HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, PARTS)),
         (load_partition, (q_desc, do_desc, k_desc, v_desc, init_desc, worker_start, tasks, steps,
                           heads, kv_heads, num_q_tiles, num_rows, memory)),
         (writer_partition, (dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,

@@ -16,16 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from meshattn_kernels.hopper.masks import ARRAY, BAND, FULL, common_keys, row_ends, row_starts
-from meshattn_kernels.hopper.ordered_add import count_thread, dq_shared_layout, segment_of, wait_for_count
+from meshattn_kernels.hopper.ordered_add import dq_shared_layout, segment_of
 from meshattn_kernels.hopper.shim import LOG2E, reinterpret
 
-MATH_THREADS = gl.constexpr(256)
 LOAD = gl.constexpr(1)
 STORE = gl.constexpr(2)
-ALONE = gl.constexpr(0)
-IN_TURN = gl.constexpr(1)
-PARTS = gl.constexpr(2)
-"""Values of SHARED: who stores a tile of dk, dv."""
 
 
 @gluon.constexpr_function
@@ -68,18 +63,9 @@ def probabilities(
 
 @gluon.jit
 def step_whole(
-    memory,
-    stage,
-    dk,
-    dv,
-    first_row,
-    first_key,
-    rows,
-    common_start,
-    common_end,
-    exp2_scale,
+    memory, stage, dk, dv, first_row, first_key, rows, common_start, common_end, exp2_scale,
     MASK: gl.constexpr,
-):
+):  # fmt: skip
     """One step with the query tile in one piece. Returns dq (fp32 [Q_TILE, D_TILE]), dv and the pending
     dk."""
     Q_TILE: gl.constexpr = memory.q.shape[1]
@@ -113,18 +99,9 @@ def step_whole(
 
 @gluon.jit
 def step_halves(
-    memory,
-    stage,
-    dk,
-    dv,
-    first_row,
-    first_key,
-    rows,
-    common_start,
-    common_end,
-    exp2_scale,
+    memory, stage, dk, dv, first_row, first_key, rows, common_start, common_end, exp2_scale,
     MASK: gl.constexpr,
-):
+):  # fmt: skip
     """As step_whole, with the query tile in two halves: the second half's products overlap the first's
     exp2."""
     Q_TILE: gl.constexpr = memory.q.shape[1]
@@ -138,9 +115,8 @@ def step_halves(
     q1 = memory.q.index(stage).slice(HALF, HALF, 0)
     do0 = memory.do.index(stage).slice(0, HALF, 0)
     do1 = memory.do.index(stage).slice(HALF, HALF, 0)
-    score_init0 = (
-        memory.score_init.index(stage).slice(0, HALF, 0).load(ROW)
-    )  # all rows before the first product
+    # All rows before the first product.
+    score_init0 = memory.score_init.index(stage).slice(0, HALF, 0).load(ROW)
     dprob_init0 = memory.dprob_init.index(stage).slice(0, HALF, 0).load(ROW)
     score_init1 = memory.score_init.index(stage).slice(HALF, HALF, 0).load(ROW)
     dprob_init1 = memory.dprob_init.index(stage).slice(HALF, HALF, 0).load(ROW)
@@ -178,7 +154,7 @@ def step_halves(
 @gluon.jit
 def add_rows(gradients, pointer, tile, kv_head, kv_tile, HEAD_DIM: gl.constexpr, FIRST: gl.constexpr):
     """Store or add a tile of dk or dv, fp32 [KV_TILE, columns], into the accumulator [B, C_k, H_kv,
-    HEAD_DIM]."""
+    HEAD_DIM], or store it in the type of the inputs."""
     LAYOUT: gl.constexpr = tile.type.layout
     kv_heads = gradients.kv_heads
     batch = kv_head // kv_heads
@@ -190,7 +166,7 @@ def add_rows(gradients, pointer, tile, kv_head, kv_tile, HEAD_DIM: gl.constexpr,
     mask = (first_key + row < gradients.keys)[:, None] & (column < HEAD_DIM)[None, :]
     if not FIRST:
         tile += gl.load(at, mask=mask, other=0.0)
-    gl.store(at, tile, mask=mask)
+    gl.store(at, tile.to(pointer.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -207,68 +183,36 @@ def store_part(pointer, tile, number, HEAD_DIM: gl.constexpr):
 @gluon.jit
 def add_dkv(
     gradients, dk, dv, kv_head, kv_tile, turn,
-    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST: gl.constexpr, SHARED: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Dispose of dk, dv of a tile of keys. A tile of several tasks (turn >= 0, only where SHARED) is added
-    in turn, or stored as a part; the order of sums, and so every bit, is the same."""
-    if SHARED == ALONE:
+    """Store or add dk, dv of a tile of keys. Those of a tile of several tasks (turn >= 0, only where PARTS)
+    are stored as parts."""
+    if not PARTS:
         add_alone(gradients, dk, dv, kv_head, kv_tile, HEAD_DIM, HEAD_DIM_V, FIRST)
     else:
         if turn < 0:
             add_alone(gradients, dk, dv, kv_head, kv_tile, HEAD_DIM, HEAD_DIM_V, FIRST)
         else:
-            number = kv_head * gradients.num_tiles + kv_tile
-            if SHARED == PARTS:
-                number += turn * (gradients.all_kv_heads * gradients.num_tiles)
-                store_part(gradients.dv_parts, dv, number, HEAD_DIM_V)
-                store_part(gradients.dk_parts, dk, number, HEAD_DIM)
-            else:
-                counter = gradients.counters + 2 * number
-                if FIRST:
-                    if turn == 0:
-                        add_in_turn(
-                            gradients, dk, dv, counter, 0, kv_head, kv_tile, HEAD_DIM, HEAD_DIM_V, True
-                        )
-                    else:
-                        add_in_turn(
-                            gradients, dk, dv, counter, turn, kv_head, kv_tile, HEAD_DIM, HEAD_DIM_V, False
-                        )
-                else:
-                    add_in_turn(
-                        gradients, dk, dv, counter, turn, kv_head, kv_tile, HEAD_DIM, HEAD_DIM_V, False
-                    )
+            number = (turn * gradients.all_kv_heads + kv_head) * gradients.num_tiles + kv_tile
+            store_part(gradients.dv_parts, dv, number, HEAD_DIM_V)
+            store_part(gradients.dk_parts, dk, number, HEAD_DIM)
 
 
 @gluon.jit
 def add_alone(
     gradients, dk, dv, kv_head, kv_tile, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST: gl.constexpr
 ):
+    if gradients.dk.dtype.element_ty != gl.float32:  # no accumulator: nothing finishes it later
+        dk *= gradients.scale
     add_rows(gradients, gradients.dv, dv, kv_head, kv_tile, HEAD_DIM_V, FIRST)
     add_rows(gradients, gradients.dk, dk, kv_head, kv_tile, HEAD_DIM, FIRST)
-
-
-@gluon.jit
-def add_in_turn(
-    gradients, dk, dv, counter, turn, kv_head, kv_tile,
-    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    """Add dk, dv when ``turn`` other tasks have done so. Two counters: the next task adds its dv while this
-    one adds dk. They count threads, so that no barrier is needed."""
-    if not FIRST:
-        wait_for_count(counter, turn * MATH_THREADS, gradients.mailbox)
-    add_rows(gradients, gradients.dv, dv, kv_head, kv_tile, HEAD_DIM_V, FIRST)
-    count_thread(counter)
-    if not FIRST:
-        wait_for_count(counter + 1, turn * MATH_THREADS, gradients.mailbox)
-    add_rows(gradients, gradients.dk, dk, kv_head, kv_tile, HEAD_DIM, FIRST)
-    count_thread(counter + 1)
 
 
 @gluon.jit
 def math_partition(
     gradients, worker_start, tasks, steps, rows, scale, memory,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, Q_HALVES: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr, GROUPED: gl.constexpr, SHARED: gl.constexpr,
+    FIRST: gl.constexpr, GROUPED: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """GROUPED: dk, dv may stay in registers from task to task; otherwise every task has LOAD and STORE."""
     STAGES: gl.constexpr = memory.q.shape[0]
@@ -299,39 +243,21 @@ def math_partition(
             first_row = (gl.load(steps + first_step) & 0xFFFF) * Q_TILE
             common_start, common_end = common_keys(rows, first_row, Q_TILE, MASK)
         for t in range(num_steps):
-            stage = step % STAGES
+            stage = step & (STAGES - 1)
             entry = 0
             if MASK == BAND:
                 entry = gl.load(steps + first_step + t + 1)
-            mbarrier.wait(memory.q_full.index(stage), (step // STAGES) & 1)
+            mbarrier.wait(memory.q_full.index(stage), (step >> 1) & 1)
             if Q_HALVES == 1:
                 dq, dv, dk = step_whole(
-                    memory,
-                    stage,
-                    dk,
-                    dv,
-                    first_row,
-                    first_key,
-                    rows,
-                    common_start,
-                    common_end,
-                    exp2_scale,
+                    memory, stage, dk, dv, first_row, first_key, rows, common_start, common_end, exp2_scale,
                     MASK,
-                )
+                )  # fmt: skip
             else:
                 dq, dv, dk = step_halves(
-                    memory,
-                    stage,
-                    dk,
-                    dv,
-                    first_row,
-                    first_key,
-                    rows,
-                    common_start,
-                    common_end,
-                    exp2_scale,
+                    memory, stage, dk, dv, first_row, first_key, rows, common_start, common_end, exp2_scale,
                     MASK,
-                )
+                )  # fmt: skip
             if MASK == ARRAY:  # here, for want of registers
                 entry = gl.load(steps + first_step + t + 1)
             if MASK != FULL:  # for the next step; arrays are read while dk runs
@@ -351,4 +277,4 @@ def math_partition(
             kv_head = gl.load(tasks + task * 8 + 1)
             kv_tile = gl.load(tasks + task * 8 + 2)
             turn = gl.load(tasks + task * 8 + 6)
-            add_dkv(gradients, dk, dv, kv_head, kv_tile, turn, HEAD_DIM, HEAD_DIM_V, FIRST, SHARED)
+            add_dkv(gradients, dk, dv, kv_head, kv_tile, turn, HEAD_DIM, HEAD_DIM_V, FIRST, PARTS)

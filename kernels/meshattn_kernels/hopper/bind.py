@@ -18,7 +18,6 @@ from meshattn_kernels.hopper.plans import (
     CONSUMER_ROWS,
     FULL,
     KV_TILE,
-    PARTS,
     BackwardPlan,
     Call,
     ForwardPlan,
@@ -35,7 +34,7 @@ from meshattn_kernels.intervals import Intervals
 PREPARE_BLOCK = 1024
 FINISH_ROWS = 64
 FINISH_BLOCK = 2048
-PART_ROWS = 16
+PART_ROWS = 4
 STAGES = 2
 
 _forward = Kernel(forward_kernel, num_warps=4)
@@ -75,6 +74,7 @@ def bind_forward(
             "MASK": mask.kind, "FIRST": call.first,
         },
         q.dtype,
+        out.dtype,
     )  # fmt: skip
     return _keeping(launch, plan)
 
@@ -119,7 +119,7 @@ def bind_backward(
             descriptor(dq, dq_shape, dq_strides, (1, q_tile, d_tile // segment, segment)),
             descriptor(init, (2 * plan.num_rows,), (1,), (q_tile,)),
             dk, dv, dk_parts, dv_parts, mask.start, mask.end,
-            counters, counters[plan.num_dq_counters :], mailbox(),
+            counters, mailbox(),
             table.worker_start, table.tasks, table.steps,
             mask.lo, mask.hi, n_q, n_k, call.heads, call.kv_heads, table.kv_heads, call.rows_k,
             table.query_tiles, table.kv_tiles, plan.num_rows, scale,
@@ -128,24 +128,26 @@ def bind_backward(
             "Q_TILE": q_tile, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
             "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "STAGES": STAGES,
             "Q_HALVES": q_tile // 64, "MASK": kind, "FIRST_DQ": first[0], "FIRST_DKV": first[1],
-            "GROUPED": plan.grouped, "SHARED": plan.sharing, "ORDERED": ordered,
+            "GROUPED": plan.grouped, "PARTS": plan.parts, "ORDERED": ordered,
         },
         q.dtype,
+        dk.dtype,
     )  # fmt: skip
     launches = [prepare, main]
-    if plan.sharing == PARTS:
+    if plan.parts:
         launches.append(
             _add_parts.bind(
                 call.device,
                 table.kv_heads * table.kv_tiles * (KV_TILE // PART_ROWS),
                 (
                     dk_parts, dv_parts, dk, dv, plan.parts_of_tiles,
-                    call.kv_heads, table.kv_heads, call.rows_k, table.kv_tiles,
+                    call.kv_heads, table.kv_heads, call.rows_k, table.kv_tiles, scale,
                 ),
                 {
                     "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "D_TILE": d_tile,
                     "DV_TILE": dv_tile, "KV_TILE": KV_TILE, "ROWS": PART_ROWS, "FIRST": first[1],
                 },
+                dk.dtype,
             )
         )  # fmt: skip
 
@@ -204,15 +206,8 @@ def finished_dkv(dk_acc: Tensor, dv_acc: Tensor, dtype: torch.dtype, scale: floa
                 _finish_dkv.bind(
                     dk.device.index,
                     -(-max(sizes) // FINISH_BLOCK),
-                    (
-                        dk_acc,
-                        dv_acc,
-                        dk,
-                        dv,
-                        sizes[0] // 16,
-                        sizes[1] // 16,
-                        scale,
-                    ),  # head sizes are multiples of 16
+                    # head sizes are multiples of 16
+                    (dk_acc, dv_acc, dk, dv, sizes[0] // 16, sizes[1] // 16, scale),
                     {"BLOCK": FINISH_BLOCK},
                     dtype,
                 ),

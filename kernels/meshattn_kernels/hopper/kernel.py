@@ -2,31 +2,29 @@
 
 Accumulators: out [B, C, H, D_v] and lse [B, H, C]; dk, dv [B, C, H_kv, D or D_v]; dq [B, H, C, D] with the
 columns of a row permuted (``ordered_add.column_order``), because TMA adds tiles that lie in shared memory in
-register order.
+register order. Where one block is the whole sum, out, dk and dv may be the results themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from meshattn_kernels.contract import AccumulatorKind, clear_accumulator
+from meshattn_kernels.dispatch import choose_kernel
 from meshattn_kernels.hopper.bind import bind_backward, bind_forward, finished_dkv, finished_dq, on_device
 from meshattn_kernels.hopper.launch import Kept, Launch, tma_ready
 from meshattn_kernels.hopper.plans import BackwardPlan, Call, backward_plan, forward_plan, number_of
 from meshattn_kernels.intervals import BandIntervals, Intervals
 
-MAX_HEAD_DIM = 128
-HEAD_DIM_STEP = 16
-
 _forward_launches: Kept[Launch] = Kept()
-_backward_launches: Kept[Launch] = Kept()
-_backward_plans: Kept[BackwardPlan] = Kept()
+_backwards: Kept[tuple[BackwardPlan, Kept[Launch]]] = Kept()
+"""The launches of a backward by the address of its scratch memory."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class HopperKernel:
     schedule: str | None = None
 
     name: ClassVar[str] = "hopper"
-    writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset()
+    writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset({"out", "dkv"})
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -73,10 +71,12 @@ class HopperKernel:
     def finish(
         self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
     ) -> tuple[Tensor, ...]:
-        if kind == "out":
-            return (acc["out"].to(dtype, copy=True),)
         if kind == "dq":
             return (finished_dq(acc["dq"], dtype, float(softmax_scale)),)
+        if all(acc[name].dtype == dtype for name in ("out", "dk", "dv") if name in acc):
+            return tuple(tensor for name, tensor in acc.items() if name != "lse")
+        if kind == "out":
+            return (acc["out"].to(dtype),)
         return finished_dkv(acc["dk"], acc["dv"], dtype, float(softmax_scale))
 
     def forward(
@@ -90,20 +90,23 @@ class HopperKernel:
         softmax_scale: float,
         first: bool,
     ) -> None:
-        q, k, v = _checked(q, softmax_scale), tma_ready(k), tma_ready(v)
-        out, lse = _accumulator("out", acc["out"]), _accumulator("lse", acc["lse"])
+        out, lse = acc["out"], acc["lse"]
         key = (
-            *_identity(q), *_identity(k), *_identity(v), out.data_ptr(), lse.data_ptr(), q.dtype, q.device,
-            _identity_of(intervals), softmax_scale, first, self.workers,
+            *_identity(q), *_identity(k), *_identity(v), out.data_ptr(), lse.data_ptr(), q.dtype, out.dtype,
+            q.get_device(), _identity_of(intervals), softmax_scale, first, self.workers,
         )  # fmt: skip
         launch = _forward_launches.get(key)
-        if launch is None:
+        if launch is None:  # what follows is settled by the key: it need not be looked at again
+            _check_call(q, k, v, softmax_scale)
+            ready = tuple(map(tma_ready, (q, k, v)))
+            if any(x is not y for x, y in zip(ready, (q, k, v), strict=True)):
+                again = partial(self.forward, acc=acc, intervals=intervals)
+                return again(*ready, softmax_scale=softmax_scale, first=first)
+            _check_accumulators(acc, q.dtype if first else torch.float32)
             call = self._call(q, k, v, first)
             plan = forward_plan(intervals, call)
             if plan.empty:
-                if first:
-                    clear_accumulator(acc)
-                return
+                return clear_accumulator(acc) if first else None
             with on_device(q.device):
                 launch = bind_forward(call, plan, q, k, v, out, lse, intervals, float(softmax_scale))
             _forward_launches.put(key, launch)
@@ -126,40 +129,46 @@ class HopperKernel:
         first_dq: bool,
         first_dkv: bool,
     ) -> None:
-        q, k, v, do = _checked(q, softmax_scale), tma_ready(k), tma_ready(v), tma_ready(do)
-        device = q.device
-        shapes = (q.shape, k.shape, v.shape, device, _identity_of(intervals), self.workers, self.schedule)
-        plan = _backward_plans.get(shapes)
-        if plan is None:
-            plan = _backward_plans.put(shapes, backward_plan(intervals, self._call(q, k, v, False)))
-        if plan.empty:
-            if first_dq:
-                clear_accumulator(dq)
-            if first_dkv:
-                clear_accumulator(dkv)
-            return
-        lse, delta = lse.contiguous(), delta.contiguous()
-        accs = _accumulator("dq", dq["dq"]), _accumulator("dk", dkv["dk"]), _accumulator("dv", dkv["dv"])
-        with on_device(device):
-            scratch = torch.empty(plan.scratch_size, dtype=torch.float32, device=device)
+        accs = dq["dq"], dkv["dk"], dkv["dv"]
+        key = (
+            *_identity(q), *_identity(k), *_identity(v), *_identity(do), *_identity(lse), *_identity(delta),
+            accs[0].data_ptr(), accs[1].data_ptr(), accs[2].data_ptr(), q.dtype, accs[1].dtype,
+            q.get_device(), _identity_of(intervals), softmax_scale, first_dq, first_dkv,
+            self.workers, self.schedule, self.deterministic,
+        )  # fmt: skip
+        known = _backwards.get(key)
+        if known is None:
+            _check_call(q, k, v, softmax_scale)
+            given = q, k, v, do, lse, delta
+            ready = *map(tma_ready, given[:4]), lse.contiguous(), delta.contiguous()
+            if any(x is not y for x, y in zip(ready, given, strict=True)):
+                again = partial(
+                    self.backward, dq=dq, dkv=dkv, intervals=intervals, softmax_scale=softmax_scale
+                )
+                return again(*ready, first_dq=first_dq, first_dkv=first_dkv)
+            _check_accumulators(dq, torch.float32)
+            _check_accumulators(dkv, q.dtype if first_dkv else torch.float32)
+            plan = backward_plan(intervals, self._call(q, k, v, False))
+            if plan.empty:
+                for acc, first in ((dq, first_dq), (dkv, first_dkv)):
+                    if first:
+                        clear_accumulator(acc)
+                return None
+            known = _backwards.put(key, (plan, Kept()))
+        plan, launches = known
+        with on_device(q.device):
+            scratch = torch.empty(plan.scratch_size, dtype=torch.float32, device=q.device)
             if first_dq and (plan.some_unseen or not self.deterministic):
-                dq["dq"].zero_()
-            key = (
-                *_identity(q), *_identity(k), *_identity(v), *_identity(do), lse.data_ptr(), delta.data_ptr(),
-                accs[0].data_ptr(), accs[1].data_ptr(), accs[2].data_ptr(), scratch.data_ptr(), q.dtype,
-                plan.number, softmax_scale, first_dq, first_dkv, self.deterministic,
-            )  # fmt: skip
-            launch = _backward_launches.get(key)
+                accs[0].zero_()
+            launch = launches.get(scratch.data_ptr())
             if launch is None:
-                launch = bind_backward(
+                launch = launches.put(scratch.data_ptr(), bind_backward(
                     plan, (q, k, v, do), (lse, delta), accs, scratch, intervals,
                     float(softmax_scale), (first_dq, first_dkv), self.deterministic,
-                )  # fmt: skip
-                _backward_launches.put(key, launch)
+                ))  # fmt: skip
             launch()
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, first: bool) -> Call:
-        _check_shapes(q, k, v)
         batch, rows_q, heads, head_dim = q.shape
         _, rows_k, kv_heads, head_dim_v = v.shape
         device = q.device.index
@@ -185,46 +194,24 @@ def _multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@cache
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-OTHERS = "Choose kernel='triton' or kernel='reference'"
-
-
-def _checked(q: Tensor, softmax_scale: float) -> Tensor:
-    """q, ready for TMA. Raises ValueError for a device, type or scale that these kernels do not serve."""
-    device = q.device
-    if device.type != "cuda" or _capability(device.index) != (9, 0):
-        where = str(device)
-        if device.type == "cuda":
-            where += f" with compute capability {'.'.join(map(str, _capability(device.index)))}"
-        raise ValueError(f"q is on {where}; kernel 'hopper' runs on compute capability 9.0 alone. {OTHERS}")
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"q is {q.dtype}; kernel 'hopper' takes bfloat16 and float16. Cast, or: {OTHERS}")
+def _check_call(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> None:
+    """Raises ValueError for a device, type, head size or scale that these kernels do not serve."""
+    choose_kernel("hopper", q.device, q.dtype, q.shape[-1], v.shape[-1])
     if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale is {softmax_scale}; kernel 'hopper' takes positive ones. {OTHERS}")
-    return tma_ready(q)
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for names, dim in (("q and k", q.shape[-1]), ("v", v.shape[-1])):
-        if not HEAD_DIM_STEP <= dim <= MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
-            raise ValueError(
-                f"{names} have head size {dim}; kernel 'hopper' takes multiples of {HEAD_DIM_STEP} up to "
-                f"{MAX_HEAD_DIM}. {OTHERS}"
-            )
+        raise ValueError(
+            f"softmax_scale is {softmax_scale}; kernel 'hopper' takes positive ones. Choose kernel='triton' "
+            "or kernel='reference'"
+        )
     assert q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
     assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[-1] == k.shape[-1]
 
 
-def _accumulator(name: str, acc: Tensor) -> Tensor:
-    if name != "lse" and acc.data_ptr() % 16:
-        raise ValueError(
-            f"accumulator {name!r} begins at an address that is no multiple of 16 bytes; align it"
-        )
-    assert acc.is_contiguous() and acc.dtype == torch.float32, (
-        f"accumulator {name!r} is {acc.dtype} {acc.stride()}"
-    )
-    return acc
+def _check_accumulators(acc: Mapping[str, Tensor], result_dtype: torch.dtype) -> None:
+    """``result_dtype``: that of a result written at once, where that is possible; else float32."""
+    for name, x in acc.items():
+        if name != "lse" and x.data_ptr() % 16:
+            raise ValueError(
+                f"accumulator {name!r} begins at an address that is no multiple of 16 bytes; align it"
+            )
+        allowed = (torch.float32,) if name == "lse" else (torch.float32, result_dtype)
+        assert x.is_contiguous() and x.dtype in allowed, f"accumulator {name!r} is {x.dtype} {x.stride()}"

@@ -8,7 +8,7 @@ numbers that is kept under the addresses, shapes and strides that it was made fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -30,12 +30,12 @@ class Kept(Generic[T]):
     """What was made before, by what it was made from; emptied when there is too much."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], T] = {}
+        self._known: dict[Hashable, T] = {}
 
-    def get(self, key: tuple[Any, ...]) -> T | None:
+    def get(self, key: Hashable) -> T | None:
         return self._known.get(key)
 
-    def put(self, key: tuple[Any, ...], made: T) -> T:
+    def put(self, key: Hashable, made: T) -> T:
         if len(self._known) >= MAX_KEPT:
             self._known.clear()
         self._known[key] = made

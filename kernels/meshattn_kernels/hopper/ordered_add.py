@@ -4,8 +4,7 @@
 Every tile of dq receives one contribution from each tile of keys that it sees, computed by different thread
 blocks. They are added to fp32 memory by TMA in a fixed order: counter[head, query tile] holds the turn that
 is due. One warp of each block does nothing else, so a wait never stops the tensor cores until the one buffer
-is needed again. dk and dv of a tile of keys that several blocks share are added in order by the math warps
-themselves, once a task.
+is needed again.
 
 An addition is published by release only after it has landed in memory, which ``store_wait`` does not say: it
 waits until shared memory has been read (``wait_group.read``). Hence the ``wait_group 0`` here."""
@@ -41,15 +40,13 @@ FINISH = gl.constexpr(_FINISH)
 
 
 @gluon.jit
-def wait_for_count(counter, count, mailbox):
-    """Every thread spins with acquire until *counter >= count; what it then does, by TMA too, comes after.
+def wait_for_turn(counter, turn, mailbox):
+    """Every thread spins with acquire until *counter >= turn; what it then does, by TMA too, comes after.
 
-    Not until they are equal: where threads are counted, the first of them to see its count goes on and counts
-    itself before the last has looked. If a wait is in vain, write to ``mailbox`` (failure.py) and trap rather
-    than hang for ever.
+    If a wait is in vain, write to ``mailbox`` (failure.py) and trap rather than hang for ever.
     """
     return gl.inline_asm_elementwise(
-        SPIN, "=r,l,r,l", [counter, count, mailbox], dtype=gl.int32, is_pure=False, pack=1
+        SPIN, "=r,l,r,l", [counter, turn, mailbox], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -59,15 +56,6 @@ def finish_turn(counter, next_turn):
     return gl.inline_asm_elementwise(
         FINISH, "=r,l,r", [counter, next_turn], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def count_thread(counter):
-    """Every thread adds 1 with release, after its own stores: a turn has ended when all threads have."""
-    return gl.inline_asm_elementwise(
-        "red.release.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0;",
-        "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -130,7 +118,7 @@ def writer_partition(
             counter = counters + head * num_q_tiles + q_tile
             mbarrier.wait(memory.dq_full, step & 1)
             if ORDERED:
-                wait_for_count(counter, turn, mailbox)
+                wait_for_turn(counter, turn, mailbox)
             if FIRST and ORDERED:
                 if turn == 0:  # the first turn overwrites: dq needs no zero fill
                     tma.async_copy_shared_to_global(dq_desc, [head, q_tile * Q_TILE, 0, 0], source)

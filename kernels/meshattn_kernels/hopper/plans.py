@@ -14,17 +14,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from meshattn_kernels.dash import LOAD, STORE, ScheduleTable, build_table, choose_schedule
+from meshattn_kernels.dash import LOAD, STORE, ScheduleTable, choose_schedule, named_schedule
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
 from meshattn_kernels.tile_ranges import visible_ranges
 
 FULL, BAND, ARRAY = 0, 1, 2
 """Kinds of mask: those of masks.py, as plain integers."""
-
-ALONE, IN_TURN, PARTS = 0, 1, 2
-"""Who stores a tile of dk, dv: the values of SHARED in backward_math.py."""
-MAX_PART_ROWS = 2**18
-"""Rows of keys of all parts of a call, beyond which tasks add in turn instead: 256 MiB at head size 128."""
 
 KV_TILE = 128
 CONSUMER_ROWS = 64
@@ -119,26 +114,14 @@ class BackwardPlan:
     """Whether some task lacks LOAD or STORE."""
     some_unseen: bool
     """Whether some query tile gets no contribution."""
-    number: int
-    """Of no other plan."""
-
     parts_of_tiles: Tensor
     """int32 [kv_tiles] on the device: tasks that share each key/value tile, 0 where it has one alone."""
 
     @property
-    def sharing(self) -> int:
-        """Who stores a tile of dk, dv. Parts need no waits, but memory and another pass: two tasks a tile,
-        as in schedules that cut walks in two, are faster in turn."""
-        turns = self.table.max_dkv_turns
-        if turns == 1:
-            return ALONE
-        if self.mask.kind == ARRAY:
-            return PARTS  # the variant that waits spills with arrays
-        return PARTS if turns > 2 and self.num_parts * KV_TILE <= MAX_PART_ROWS else IN_TURN
-
-    @property
-    def num_parts(self) -> int:
-        return self.table.max_dkv_turns * self.table.kv_heads * self.table.kv_tiles
+    def parts(self) -> bool:
+        """Whether some tiles of dk, dv are sums over tasks. These are stored, and summed by another kernel:
+        to add them in turn costs waits instead. They take as much memory as twice the accumulator of dq."""
+        return self.table.max_dkv_turns > 1
 
     @cached_property
     def num_rows(self) -> int:
@@ -149,7 +132,8 @@ class BackwardPlan:
     def scratch_sizes(self) -> tuple[int, int, int, int]:
         """4-byte elements of the initial rows, the counters, and the parts of dk and of dv; each begins at a
         multiple of 16 bytes."""
-        part_rows = self.num_parts * KV_TILE * (self.sharing == PARTS)
+        table = self.table
+        part_rows = table.max_dkv_turns * table.kv_heads * table.kv_tiles * KV_TILE * self.parts
         counters = -(-self.num_counters // 4) * 4
         return 2 * self.num_rows, counters, part_rows * self.call.head_dim, part_rows * self.call.head_dim_v
 
@@ -158,15 +142,9 @@ class BackwardPlan:
         return sum(self.scratch_sizes)
 
     @cached_property
-    def num_dq_counters(self) -> int:
-        return self.table.heads * self.table.query_tiles
-
-    @cached_property
     def num_counters(self) -> int:
-        """One a tile of dq, then two a tile of keys where these are added in turn."""
-        return self.num_dq_counters + 2 * self.table.kv_heads * self.table.kv_tiles * (
-            self.sharing == IN_TURN
-        )
+        """One a tile of dq."""
+        return self.table.heads * self.table.query_tiles
 
 
 Plan = TypeVar("Plan", ForwardPlan, BackwardPlan)
@@ -288,12 +266,11 @@ def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
     q_tile = 64 if call.head_tile == 128 else 128
     ranges = visible_ranges(intervals, call.rows_q, call.rows_k, q_tile, KV_TILE)
     heads, kv_heads = call.batch * call.heads, call.batch * call.kv_heads
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": call.head_tile, "workers": call.workers}
     if call.schedule is None:
-        table = choose_schedule(
-            ranges, heads=heads, kv_heads=kv_heads, head_dim=call.head_tile, workers=call.workers
-        )
+        table = choose_schedule(ranges, **sizes)
     else:
-        table = build_table(call.schedule, ranges, heads=heads, kv_heads=kv_heads, workers=call.workers)
+        table = named_schedule(call.schedule, ranges, **sizes)
     both = LOAD | STORE
     shared = table.tasks[table.tasks[:, 6] >= 0]
     one_head = shared[shared[:, 1] == shared[0, 1], 2] if len(shared) else shared[:, 2]
@@ -305,6 +282,5 @@ def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
         table=table.to(device),
         grouped=bool((table.tasks[:, 5] & both != both).any()),
         some_unseen=len(table.unseen) > 0,
-        number=next(_numbers),
         parts_of_tiles=torch.bincount(one_head.long(), minlength=table.kv_tiles).int().to(device),
     )

@@ -72,15 +72,16 @@ def finish_dkv_kernel(dk_acc, dv_acc, dk_ptr, dv_ptr, dk_vectors, dv_vectors, sc
 
 
 @triton.jit(
-    do_not_specialize=["kv_heads", "all_kv_heads", "num_keys", "num_tiles"],
+    do_not_specialize=["kv_heads", "all_kv_heads", "num_keys", "num_tiles", "scale"],
     do_not_specialize_on_alignment=["num_parts"],
 )
 def add_parts_kernel(
-    dk_parts, dv_parts, dk_acc, dv_acc, num_parts, kv_heads, all_kv_heads, num_keys, num_tiles,
+    dk_parts, dv_parts, dk_ptr, dv_ptr, num_parts, kv_heads, all_kv_heads, num_keys, num_tiles, scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, D_TILE: tl.constexpr, DV_TILE: tl.constexpr,
     KV_TILE: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv [B, C_k, H_kv, D or D_v] = or += the parts of their tiles, in the order of turns.
+    """dk, dv [B, C_k, H_kv, D or D_v] = or += the parts of their tiles, in the order of turns; dk is scaled
+    if it is no accumulator but the result in the type of the inputs.
 
     Parts are [turns, B * H_kv, num_tiles, KV_TILE, D or D_v]; num_parts [num_tiles] says how many a tile
     has, 0 if its only task has stored it already."""
@@ -91,54 +92,43 @@ def add_parts_kernel(
     parts = tl.load(num_parts + tile)
     if parts > 0:
         batch = kv_head // kv_heads
-        row = piece * ROWS + tl.arange(0, ROWS)
-        corner = (batch.to(tl.int64) * num_keys + tile * KV_TILE) * kv_heads + (kv_head - batch * kv_heads)
-        real = tile * KV_TILE + row < num_keys
-        first = (kv_head.to(tl.int64) * num_tiles + tile) * KV_TILE
-        step = all_kv_heads.to(tl.int64) * num_tiles * KV_TILE
-        add_parts(
-            dk_parts,
-            dk_acc + corner * HEAD_DIM,
-            first,
-            step,
-            row,
-            real,
-            parts,
-            kv_heads,
-            HEAD_DIM,
-            D_TILE,
-            FIRST,
+        key = tile * KV_TILE + piece * ROWS + tl.arange(0, ROWS)
+        row = (batch.to(tl.int64) * num_keys + key) * kv_heads + (kv_head - batch * kv_heads)
+        first = (kv_head.to(tl.int64) * num_tiles + tile) * KV_TILE + piece * ROWS + tl.arange(0, ROWS)
+        stride = all_kv_heads.to(tl.int64) * num_tiles * KV_TILE
+        real = key < num_keys
+        dv_at, dv_mask, dv = sum_of_parts(
+            dv_parts, dv_ptr, first, stride, row, real, parts, HEAD_DIM_V, DV_TILE, FIRST
         )
-        add_parts(
-            dv_parts,
-            dv_acc + corner * HEAD_DIM_V,
-            first,
-            step,
-            row,
-            real,
-            parts,
-            kv_heads,
-            HEAD_DIM_V,
-            DV_TILE,
-            FIRST,
+        dk_at, dk_mask, dk = sum_of_parts(
+            dk_parts, dk_ptr, first, stride, row, real, parts, HEAD_DIM, D_TILE, FIRST
         )
+        if dk_ptr.dtype.element_ty != tl.float32:
+            dk *= scale
+        tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), mask=dv_mask)
+        tl.store(dk_at, dk.to(dk_ptr.dtype.element_ty), mask=dk_mask)
+
+
+LOADS_AHEAD = tl.constexpr(8)
+"""Parts on their way at a time: a short sum takes the time of one read, not one a part."""
 
 
 @triton.jit
-def add_parts(
-    parts_ptr, acc_ptr, first, step, row, real, parts, kv_heads,
+def sum_of_parts(
+    parts_ptr, acc_ptr, first, stride, row, real, parts,
     DIM: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """One piece of a tile: ``first`` and ``step`` are rows of ``parts_ptr``, ``row`` those within the
-    tile."""
+    """Addresses, mask and sum of some rows: ``first`` of the first part, ``stride`` rows from part to part,
+    ``row`` of the accumulator."""
     column = tl.arange(0, TILE)
     mask = real[:, None] & (column < DIM)[None, :]
-    at = acc_ptr + row[:, None] * (kv_heads * DIM) + column[None, :]
-    source = parts_ptr + (first + row)[:, None] * DIM + column[None, :]
-    total = tl.load(source, mask=mask)
+    at = acc_ptr + row[:, None] * DIM + column[None, :]
+    source = parts_ptr + first[:, None] * DIM + column[None, :]
+    total = tl.zeros(mask.shape, tl.float32)
     if not FIRST:
-        total = tl.load(at, mask=mask) + total
-    for _part in range(1, parts):
-        source += step * DIM
-        total += tl.load(source, mask=mask)
-    tl.store(at, total, mask=mask)
+        total = tl.load(at, mask=mask)
+    for begin in range(0, parts, LOADS_AHEAD):
+        for i in tl.static_range(LOADS_AHEAD):
+            total += tl.load(source, mask=mask & (begin + i < parts), other=0.0)
+            source += stride * DIM
+    return at, mask, total

@@ -2,7 +2,7 @@
 """Everything the Hopper kernels need from Gluon that is private, missing or renamed between Triton versions.
 
 Gluon (triton.experimental.gluon) is part of Triton but not a stable interface. All other modules of this
-package use only what is public and equal in the versions that ``hopper/__init__.py`` admits.
+package use only what is public and equal in the versions that ``meshattn_kernels.rules`` admits.
 """
 
 from __future__ import annotations
