@@ -50,7 +50,9 @@ class Packing:
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         """The fields as tensors of their own, where nothing is to be sent."""
-        return {field.name: torch.empty(field.shape, dtype=field.dtype, device=device) for field in self.fields}
+        return {
+            field.name: torch.empty(field.shape, dtype=field.dtype, device=device) for field in self.fields
+        }
 
     def write(self, buffer: Tensor, values: Mapping[str, Tensor]) -> None:
         """Copy (and cast) `values` into `buffer`."""
