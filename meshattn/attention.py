@@ -37,6 +37,7 @@ from meshattn.sequence import ShardedSequence
 from meshattn.transport.base import TransportError
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
+from meshattn_kernels.rules import WITHOUT_LSE_GRADIENT
 from meshattn_kernels.sharing import leave_room
 
 _KEPT_CALLS = 32  # kinds of calls on one sequence that are not checked again: those of all layers of a model
@@ -400,7 +401,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         # Ranks that came to their backward passes in another order would add up each other's gradients.
         before = ctx.mesh.agreement.calls - ctx.number
-        ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it"})
+        error = _refused_gradient(ctx.call.kernel.name, dlse)
+        ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it"}, error)
         if do is None:  # only lse is used
             do = torch.zeros_like(out)
         with torch.no_grad(), _engine_room(ctx.mesh, ctx.call):
@@ -411,6 +413,14 @@ class _Attention(torch.autograd.Function):
             some = _Undifferentiable.apply(len(some), *some, *sources)  # type: ignore[no-untyped-call]
             grads = *some, *grads[len(some) :]
         return *grads, None, None
+
+
+def _refused_gradient(kernel: str, dlse: Tensor | None) -> Exception | None:
+    if dlse is None or kernel not in WITHOUT_LSE_GRADIENT:
+        return None
+    return NotImplementedError(
+        f"a gradient flows through lse, which kernel {kernel!r} cannot take: detach lse, or choose another kernel"
+    )
 
 
 class _Undifferentiable(torch.autograd.Function):

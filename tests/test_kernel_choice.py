@@ -81,6 +81,25 @@ def test_one_rank_that_cannot_serve_stops_all(monkeypatch: pytest.MonkeyPatch) -
     assert run_ranks(RANKS, on_rank) == [0] * RANKS
 
 
+def test_a_gradient_through_lse_is_refused_where_it_would_be_lost() -> None:
+    """Where do is 0, the product of do and out can say nothing of lse."""
+
+    def on_rank(group: Any) -> None:
+        seq = ma.init_attention_mesh(group, timeout=20).sequence(12)
+        x = torch.ones(1, seq.rows, 2, 8, requires_grad=True)
+        for kernel in ("sdpa", None):
+            answer = ma.mesh_attention(x, x, x, seq, return_lse=True, kernel=kernel, deterministic=False)
+            out, lse = answer
+            out.sum().backward(retain_graph=True)
+            if kernel is None:
+                lse.sum().backward()
+            else:
+                with pytest.raises(NotImplementedError, match="lse, which kernel 'sdpa' cannot take"):
+                    lse.sum().backward()
+
+    run_ranks(RANKS, on_rank)
+
+
 @pytest.mark.parametrize("layout", ["striped", "contiguous"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

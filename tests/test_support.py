@@ -13,7 +13,7 @@ from meshattn.documents import Documents
 from meshattn.layouts import Layout, LayoutKind
 from meshattn.masks import BlockMasks, MaskRule
 from meshattn.testing import run_ranks
-from meshattn_kernels.rules import RULES, Platform, Request
+from meshattn_kernels.rules import RULES, WITHOUT_LSE_GRADIENT, Platform, Request
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 H100 = Platform("cuda", (9, 0), (3, 6), cudnn=True, fa4=True)
@@ -28,7 +28,7 @@ MASKS: dict[str, tuple[tuple[LayoutKind, ...], int, MaskRule]] = {
     "`kv_seq` of another length, striped or contiguous": (("striped", "contiguous"), 31, MaskRule(right=0)),
 }
 # What is computed outside of the kernels, and tested with each of them or with any.
-OUTSIDE_KERNELS = ("`sinks`, and its gradient", "gradients through `lse`")
+OUTSIDE_KERNELS = ("`sinks`, and its gradient",)
 # An argument that no kernel honours -> what happens.
 REFUSED: dict[str, dict[str, Any]] = {
     "dropout": {"dropout_p": 0.1},
@@ -52,11 +52,12 @@ def matrix() -> list[str]:
     columns: dict[tuple[bool, ...], list[str]] = {}
     for kernel in RULES:
         capped = RULES[kernel](Request(H100, torch.bfloat16, 128, 128, softcap=True)) is None
-        answers = (*(served(kernel, *mask) for mask in MASKS.values()), capped)
+        through_lse = kernel not in WITHOUT_LSE_GRADIENT
+        answers = (*(served(kernel, *mask) for mask in MASKS.values()), capped, through_lse)
         columns.setdefault(answers, []).append(f"`{kernel}`")
     names = ["", *(", ".join(kernels) for kernels in columns.values())]
     lines = [names, ["---"] * len(names)]
-    for number, mask in enumerate((*MASKS, "`softcap`")):
+    for number, mask in enumerate((*MASKS, "`softcap`", "gradients through `lse`")):
         lines.append([mask, *("yes" if answers[number] else "refused" for answers in columns)])
     lines += [[option, *["yes"] * len(columns)] for option in OUTSIDE_KERNELS]
     lines += [[option, *["refused"] * len(columns)] for option in REFUSED]

@@ -186,6 +186,9 @@ RULES: dict[str, Callable[[Request], Refusal]] = {
 }
 """By the name of the kernel: why it does not serve a request, None if it does."""
 
+WITHOUT_LSE_GRADIENT = ("sdpa", "cudnn")
+"""Kernels whose backward makes delta of do and out itself, and so has no place for the gradient of lse."""
+
 ON_CUDA = ("hopper", "triton")
 """Where no kernel is named, the first of these that serves the request runs on a GPU."""
 
