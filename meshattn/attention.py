@@ -419,7 +419,8 @@ def _refused_gradient(kernel: str, dlse: Tensor | None) -> Exception | None:
     if dlse is None or kernel not in WITHOUT_LSE_GRADIENT:
         return None
     return NotImplementedError(
-        f"a gradient flows through lse, which kernel {kernel!r} cannot take: detach lse, or choose another kernel"
+        f"a gradient flows through lse, which kernel {kernel!r} cannot take: detach lse, or choose another "
+        "kernel"
     )
 
 
