@@ -161,15 +161,30 @@ class _NoHandle:
 
 
 class Skipped(Transport):
-    """Moves nothing: the time of a pass without its transfers. The results are wrong."""
+    """Moves nothing: the time of a pass without its transfers. The results are wrong.
+
+    What would arrive is what this rank sent the first time: on zeros or old bytes a GPU takes less power, and
+    runs at a higher clock, than on numbers.
+    """
 
     name = "skipped"
 
     def __init__(self, whole: Transport) -> None:
         super().__init__()
         self._whole = whole
+        self._buffers: dict[tuple[str, str, int], list[Tensor]] = {}
+        self._filled: set[int] = set()
+
+    def buffers(self, axis: str, flow: str, nbytes: int, slots: int, device: torch.device) -> list[Tensor]:
+        key = (axis, flow, nbytes)
+        if len(self._buffers.get(key, ())) < slots:
+            self._buffers[key] = super().buffers(axis, flow, nbytes, slots, device)
+        return self._buffers[key][:slots]
 
     def _exchange(self, message: Message, send: Tensor | None, recv: Tensor | None) -> Handle:
+        if send is not None and recv is not None and recv.data_ptr() not in self._filled:
+            self._filled.add(recv.data_ptr())
+            recv.copy_(send)
         return _NoHandle()
 
     def all_gather(self, tensor: Tensor) -> Any:

@@ -139,17 +139,9 @@ class AttentionMesh:
         return assignment.row_index(self.rank), assignment.col_index(self.rank)
 
     def transports(self, tile: Tile, device: torch.device, paths: Paths = RINGS) -> dict[str, Transport]:
-        """What moves the tensors of this device along each axis of a tile.
-
-        Along a direct axis ranks have many peers, which the transport of the whole mesh serves.
-        """
+        """What moves the tensors of this device along each axis of a tile."""
         assignment = Assignment(tile, paths.turned)
-        return {
-            axis: self.connection.transport
-            if axis in paths.direct
-            else self.connection.along(self._ring(assignment, axis), device)
-            for axis in AXES
-        }
+        return {axis: self.connection.along(self._ring(assignment, axis), device) for axis in AXES}
 
     def _ring(self, assignment: Assignment, axis: Axis) -> tuple[int, ...]:
         """The rank from which each rank receives."""

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -51,7 +51,7 @@ class Connection:
     nodes: tuple[int, ...] = ()  # host of every rank, where copy engines connect the ranks of a host
     engine: CopyEngine | None = None
     device: torch.device | None = None  # that the engine serves
-    _by_ring: dict[tuple[int, ...], SymmetricTransport] = field(default_factory=dict, repr=False)
+    copying: SymmetricTransport | None = None  # serves ranks of one host
 
     @property
     def name(self) -> int:
@@ -72,13 +72,11 @@ class Connection:
             )
 
     def along(self, ring: tuple[int, ...], device: torch.device) -> Transport:
-        """The transport of an axis on which rank i exchanges with ``ring[i]``, for tensors of this device."""
+        """The transport of an axis whose ranks form the cycles i -> ``ring[i]``, on a device."""
         if device.type != "cuda" or not self.inside(ring):
             return self.transport
-        assert self.engine is not None
-        if ring not in self._by_ring:
-            self._by_ring[ring] = SymmetricTransport(self.engine, self.transport, self.transport.traffic)
-        return self._by_ring[ring]
+        assert self.copying is not None
+        return self.copying
 
     def inside(self, ring: Sequence[int]) -> bool:
         """Whether copy engines serve an axis: something moves there, and never from host to host."""
@@ -99,8 +97,8 @@ class Connection:
                 Roll(PrefixStore("close", self.store), self.rank, self.size, self.timeout).call("")
         if self.engine is not None:
             self.engine.close()
-        for transport in self._by_ring.values():
-            transport.close()
+        if self.copying is not None:
+            self.copying.close()
         self.transport.close()
 
 
@@ -199,7 +197,18 @@ def _with_engines(
         return replace(connection, choice=transport, reason=f"no copy engines: {why}")
     hosts = len(set(nodes))
     reason = "all ranks share a host" if hosts == 1 else f"the ranks are on {hosts} hosts"
-    return replace(connection, choice=transport, reason=reason, nodes=nodes, engine=engine, device=device)
+    whole, copying = connection.transport, None
+    if engine is not None:
+        copying = SymmetricTransport(engine, whole, whole.traffic)
+    return replace(
+        connection,
+        choice=transport,
+        reason=reason,
+        nodes=nodes,
+        engine=engine,
+        device=device,
+        copying=copying,
+    )
 
 
 def _fleet(connection: Connection, nodes: Sequence[int]) -> Fleet | None:

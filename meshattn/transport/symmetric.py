@@ -4,7 +4,8 @@ A sender pushes into the receiver's slot, which lies in memory that all ranks of
 streams tell each other by flags (see `slots`) that are written and awaited by stream memory operations. The
 host never waits. Every exchange is enqueued before the blocks that hide it and waited for after them, which
 is also what keeps a device with one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) from blocking itself: an
-operation waits only for operations that stand before it in the list of steps.
+operation waits only for operations that stand before it in the list of steps, or for the grant of the same
+exchange, which every rank gives first.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ class _Arena:
     region: Region
     stream: int  # the last pass that used it was enqueued there
     captured: bool = False  # a CUDA graph knows its addresses
-    neighbours: tuple[int, int] | None = None  # the ranks that this one sends to and receives from
     open: set[int] = field(default_factory=set)  # slots between start and release
 
 
@@ -54,7 +54,7 @@ def _end_process(failure: str) -> None:
 
 
 class CopyEngine:
-    """What all transports of one rank share: streams, events, the watch, and how memory is made.
+    """What exchanges of one rank need: streams, events, the watch, and how memory is made.
 
     Args:
         ops: operations on the streams of this rank's device.
@@ -110,7 +110,14 @@ class _Exchange:
         self._live = not engine.ops.capturing()  # a captured exchange runs later, and often
         self._sent: int | None = None
         mine, slot, layout = arena.region.addresses[engine.rank], message.slot, arena.layout
-        self.ready, self.taken = mine + layout.ready(slot), mine + layout.taken(slot)
+        self.ready, self.granted = mine + layout.ready(slot), mine + layout.granted(message.to, slot)
+
+    def grant(self) -> None:
+        """Let the sender fill the slot: all that has used it stands before this on the current stream."""
+        if self.recv is not None:
+            ops, there = self.engine.ops, self._arena.region.addresses[self.message.source]
+            granted = self._arena.layout.granted(self.engine.rank, self.message.slot)
+            ops.write(ops.current_stream(), there + granted, 1)
 
     def push(self) -> None:
         if self.send is None:
@@ -120,8 +127,8 @@ class _Exchange:
         begun, self._sent = engine.event(), engine.event()
         ops.record(begun, ops.current_stream())
         ops.wait_event(comm, begun)
-        ops.wait(comm, self.taken, 0)
-        ops.write(comm, self.taken, 1)
+        ops.wait(comm, self.granted, 1)
+        ops.write(comm, self.granted, 0)
         ops.copy(comm, there + layout.data(slot), self.send.data_ptr(), self.send.numel())
         ops.write(comm, there + layout.ready(slot), 1)
         ops.record(self._sent, comm)
@@ -150,9 +157,6 @@ class _Exchange:
 
     def release(self) -> None:
         self._arena.open.remove(self.message.slot)
-        if self.recv is not None:
-            ops, sender = self.engine.ops, self._arena.region.addresses[self.message.source]
-            ops.write(ops.current_stream(), sender + self._arena.layout.taken(self.message.slot), 0)
 
 
 class _End:
@@ -185,7 +189,7 @@ class _Sending(_End):
         exchange = self._exchange
         assert exchange.send is not None
         exchange.engine.ops.rescue_fill(exchange.send.data_ptr(), exchange.send.numel())
-        exchange.engine.ops.rescue_word(exchange.taken, 0)
+        exchange.engine.ops.rescue_word(exchange.granted, 1)
 
     def recycle(self) -> None:
         self._exchange.engine.recycle(self._begun)  # the other one is waited for by the receiving end
@@ -216,13 +220,12 @@ class _Receiving(_End):
 
 
 class SymmetricTransport(Transport):
-    """Exchanges with the same two neighbours, always.
+    """Exchanges between the ranks of a host.
 
-    The flags of a slot know one sender: on another ring there is other memory. It grows with the largest pass
-    and is kept until `close`.
+    Receive memory belongs to a flow along an axis, grows with the largest pass and is kept until `close`.
 
     Args:
-        engine: what all rings of this rank share.
+        engine: streams, events, watch and memory.
         whole: the transport that gathers from all ranks of the mesh.
         traffic: counters shared with the other transports of the mesh.
     """
@@ -258,7 +261,8 @@ class SymmetricTransport(Transport):
                 "this call needs more receive memory than any before it, which a CUDA graph cannot allocate: "
                 "run it once before it is captured"
             )
-        layout = SlotLayout.of(slots, nbytes) if old is None else old.layout.grown_to(slots, nbytes)
+        ranks = len(self._engine.names)
+        layout = SlotLayout.of(slots, nbytes, ranks) if old is None else old.layout.grown_to(slots, nbytes)
         if old is not None:
             self._engine.ops.synchronize()  # all that was sent here has been waited for, so it is over now
             if old.captured:
@@ -293,11 +297,9 @@ class SymmetricTransport(Transport):
                 buffer.dtype == torch.uint8 and buffer.numel() <= arena.layout.slot_bytes
             )
         assert message.slot not in arena.open, f"{message.label}: slot {message.slot} is still in use"
-        neighbours = (message.to, message.source)
-        assert arena.neighbours in (None, neighbours), f"{message.label}: another rank fills these slots"
-        arena.neighbours = neighbours
         arena.open.add(message.slot)
         exchange = _Exchange(self._engine, arena, message, send, recv)
+        exchange.grant()  # first, so that two ranks that push to each other do not wait in a circle
         exchange.push()
         return exchange
 

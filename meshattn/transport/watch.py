@@ -8,7 +8,6 @@ and lets go of everything that waits: a blocked stream would make every later sy
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -74,7 +73,7 @@ class Watch:
         self._pause = min(_LONGEST_PAUSE, timeout / _LOOKS_PER_TIMEOUT)
         self._lanes: defaultdict[str, deque[Pending]] = defaultdict(deque)
         self._since: dict[str, tuple[Pending, float]] = {}
-        self._rescued_since = math.inf
+        self._patience_ends: threading.Timer | None = None
         self._something = threading.Event()
         self._thread: threading.Thread | None = None
         self._stopped = False
@@ -102,6 +101,7 @@ class Watch:
     def stop(self) -> None:
         """End the thread. What is still pending is not watched any more."""
         self._stopped = True
+        self._stop_patience()
         self._something.set()
         if self._thread is not None:
             self._thread.join(10 * _LONGEST_PAUSE)
@@ -124,25 +124,30 @@ class Watch:
         lanes = list(self._lanes.items())
         for name, lane in lanes:
             if _reap(lane):
-                self._rescued_since = math.inf
+                self._stop_patience()
             if self.failure is None and lane and self._overdue(name, lane[0]):
                 self.failure = f"{lane[0].failure} within {self._timeout:g} s"
         if not any(lane for _, lane in lanes):
-            self._rescued_since = math.inf
+            self._stop_patience()
             return False
         if self.failure is not None:
             self._rescue([pending for _, lane in lanes for pending in list(lane)])
         return True
 
     def _rescue(self, stuck: Sequence[Pending]) -> None:
-        now = time.monotonic()
-        self._rescued_since = min(self._rescued_since, now)
-        if now - self._rescued_since > self._patience:
-            assert self.failure is not None
-            self._give_up(self.failure)
+        if self._patience_ends is None:
+            # On a thread of its own: a call of the driver may not come back while its queue is blocked.
+            self._patience_ends = threading.Timer(self._patience, self._give_up, (self.failure,))
+            self._patience_ends.daemon = True
+            self._patience_ends.start()
         for pending in stuck:
             if not pending.is_done():
                 pending.let_go()
+
+    def _stop_patience(self) -> None:
+        if self._patience_ends is not None:
+            self._patience_ends.cancel()
+            self._patience_ends = None
 
     def _overdue(self, lane: str, head: Pending) -> bool:
         now = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,12 +91,17 @@ def test_each_axis_has_its_own_transport() -> None:
 
     def on_rank(_: object) -> list[Any]:
         mesh = ma.init_attention_mesh(tile=(2, 2), timeout=20)
-        engine: Any = object()
+        engine: Any = SimpleNamespace()
         plain = mesh.connection.transport
         told = []
         for nodes in ((0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 0)):
             mesh.connection = replace(
-                mesh.connection, nodes=nodes, engine=engine, device=CUDA, reason="test", _by_ring={}
+                mesh.connection,
+                nodes=nodes,
+                engine=engine,
+                device=CUDA,
+                reason="test",
+                copying=SymmetricTransport(engine, plain, plain.traffic),
             )
             along = mesh.transports(Tile(2, 2), CUDA)
             assert mesh.transports(Tile(2, 2), CUDA)["row"] is along["row"]
