@@ -179,7 +179,7 @@ class Skipped(Transport):
         key = (axis, flow, nbytes)
         if len(self._buffers.get(key, ())) < slots:
             self._buffers[key] = super().buffers(axis, flow, nbytes, slots, device)
-        return self._buffers[key][:slots]
+        return self._buffers.get(key, [])[:slots]
 
     def _exchange(self, message: Message, send: Tensor | None, recv: Tensor | None) -> Handle:
         if send is not None and recv is not None and recv.data_ptr() not in self._filled:
