@@ -50,7 +50,11 @@ class Repeats:
         """Everything that a forward and a backward leave: in accumulators, and as finished results where
         these are written by other code of the kernel."""
         ours = self._ours
-        finished = ours.results() if ours.kernel.writes_finished else ()
+        finished: Iterable[Tensor] = ()
+        if ours.kernel.writes_finished:
+            for x in (*ours.whole_out.values(), *ours.whole_dkv.values()):
+                x.fill_(torch.nan)
+            finished = ours.results()
         accumulators = [*ours.out.values(), *ours.dq.values(), *ours.dkv.values()]
         for x in accumulators:
             x.fill_(torch.nan)
