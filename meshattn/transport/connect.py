@@ -52,6 +52,7 @@ class Connection:
     engine: CopyEngine | None = None
     device: torch.device | None = None  # that the engine serves
     copying: SymmetricTransport | None = None  # serves ranks of one host
+    host_group: dist.ProcessGroup | None = None  # of the ranks of this host, where they are not all
 
     @property
     def name(self) -> int:
@@ -99,6 +100,8 @@ class Connection:
             self.engine.close()
         if self.copying is not None:
             self.copying.close()
+        if self.host_group is not None:
+            dist.destroy_process_group(self.host_group)
         self.transport.close()
 
 
@@ -185,6 +188,7 @@ def _with_engines(
     if not why and transport == "symmetric" and len(set(nodes)) > 1:
         why = f"the mesh spans {len(set(nodes))} hosts; transport='auto' uses copy engines inside each"
     engine: CopyEngine | None = None
+    fleet: Fleet | None = None
     if not why:
         assert device is not None
         fleet = _fleet(connection, nodes)
@@ -198,6 +202,7 @@ def _with_engines(
     hosts = len(set(nodes))
     reason = "all ranks share a host" if hosts == 1 else f"the ranks are on {hosts} hosts"
     whole, copying = connection.transport, None
+    assert isinstance(whole, P2PTransport)
     if engine is not None:
         copying = SymmetricTransport(engine, whole, whole.traffic)
     return replace(
@@ -208,6 +213,7 @@ def _with_engines(
         engine=engine,
         device=device,
         copying=copying,
+        host_group=fleet.group if fleet is not None and fleet.group is not whole.group else None,
     )
 
 
