@@ -98,7 +98,7 @@ def mesh_attention(
 
     Raises:
         ValueError: wrong shapes, types or options, on every rank alike and before any transfer.
-        NotImplementedError: an option that does not exist yet.
+        NotImplementedError: in the backward pass, a gradient through lse with a kernel that would lose it.
         TransportError: a rank died or stalled; the message names the step and the peer.
     """
     options = Options(
