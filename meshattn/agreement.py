@@ -67,8 +67,6 @@ class Agreement:
             statement: what must be the same on all ranks, for people to read.
             error: what is wrong with the call on this rank, if anything.
         """
-        self.calls += 1
-        self._counts[action] += 1
         signature = json.dumps([action, dict(statement)])
         expected = self._next.get(self._last)
         self._next[self._last] = signature
@@ -77,13 +75,16 @@ class Agreement:
             self._next.popitem(last=False)
         run = self._last[2] + 1 if action == self._last[1] else 1
         self._last = (signature, action, min(run, _LONGEST_RUN))
-        self._statement = {"call": f"{action}, call {self._counts[action]}", **statement}
+        self._statement = {"call": f"{action}, call {self._counts[action] + 1}", **statement}
         if error is not None or signature != expected:
             try:
                 self._check(error, expected)
             except Exception:
                 self._forget()
                 raise
+        # A call that failed is not counted: it may have been another one on each rank.
+        self.calls += 1
+        self._counts[action] += 1
 
     def compare(self, what: str, statement: Mapping[str, str], error: Exception | None = None) -> None:
         """Collective; raises on every rank if the ranks differ or if one of them has an error.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -129,6 +130,12 @@ def _wrong(mesh: AttentionMesh) -> Any:
     return attend(mesh, softmax_scale=-1.0)
 
 
+def _packed(mesh: AttentionMesh) -> Any:
+    seq = mesh.sequence(12, cu_seqlens=[0, 5, 12])
+    x = torch.ones(1, seq.rows, 2, 8)
+    return ma.mesh_attention(x, x, x, seq)
+
+
 def _missing(mesh: AttentionMesh) -> Any:
     return mesh.agreement.enter("mesh_attention", {}, NotImplementedError("this option is not there yet"))
 
@@ -153,14 +160,22 @@ def test_an_error_of_one_rank_is_everybodys(
 
 @pytest.mark.timeout(40)
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
-@pytest.mark.parametrize("otherwise", [_wrong, OTHERWISE["causal"][0]], ids=["wrong", "causal"])
+@pytest.mark.parametrize(
+    "otherwise",
+    [_wrong, _packed, OTHERWISE["causal"][0], ring, unshard],
+    ids=["wrong", "documents", "causal", "ring", "unshard"],
+)
 def test_calls_go_on_after_an_error_that_all_ranks_saw(otherwise: Call, backend: Backend) -> None:
-    """The failed call of one rank must not leave it out of step with the others."""
+    """The failed call of one rank must not leave it out of step with the others, whatever it called, nor may
+    the backward pass of an earlier call."""
 
     def on_rank(group: Any) -> list[Tensor]:
         mesh = ma.init_attention_mesh(group, tile=(1, RANKS), timeout=TIMEOUT[backend])
+        earlier = attend(mesh)
         with pytest.raises(ValueError):
-            (otherwise if mesh.rank == ODD else attend)(mesh)
+            (otherwise if mesh.rank == ODD else partial(attend, causal=True, softmax_scale=0.25))(mesh)
+        earlier.sum().backward()
+        ring(mesh).sum().backward()
         return [attend(mesh).detach() for _ in range(4)]
 
     for outs in run_ranks(RANKS, on_rank, backend, timeout=30):
