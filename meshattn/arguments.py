@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +38,18 @@ def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(
                 f"{name} is {tensor.dtype}: attention takes float64, float32, bfloat16 or float16"
             )
-        if tensor.layout != torch.strided:
-            raise ValueError(f"{name} is {tensor.layout}: it must be a dense tensor")
+        _check_dense(name, tensor)
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+        raise ValueError(f"{name} is {kind}: it must be a dense tensor")
+    if hasattr(tensor, "to_local"):
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__}: it must be a plain tensor of this rank; pass "
+            f"{name}.to_local()"
+        )
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,16 +77,17 @@ def check_keys(seq: ShardedSequence, keys: ShardedSequence) -> None:
 def check_options(options: Options) -> None:
     checked_window(options.window_size)
     cap = options.softcap
-    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 <= cap < float("inf"):
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 <= cap <= sys.float_info.max:
         raise ValueError(f"softcap is {cap!r}: it must be a finite number, positive or 0.0 for none")
-    if not isinstance(options.causal, bool):
-        raise ValueError(f"causal is {options.causal!r}: it must be True or False")
+    for name in ("causal", "deterministic", "return_lse"):
+        if not isinstance(value := getattr(options, name), bool):
+            raise ValueError(f"{name} is {value!r}: it must be True or False")
     scale = options.softmax_scale
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
         raise ValueError(
             f"softmax_scale is a {type(scale).__name__}: it must be a number, which carries no gradient"
         )
-    if scale is not None and not 0 < scale < float("inf"):
+    if scale is not None and not 0 < scale <= sys.float_info.max:
         raise ValueError(f"softmax_scale is {scale}: it must be positive and finite, or None for D ** -0.5")
 
 
@@ -126,6 +138,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, q_seq: ShardedSequence, kv_se
 def words_of(tensor: object) -> str:
     if not isinstance(tensor, Tensor):
         return f"a {type(tensor).__name__}"
+    if tensor.is_nested:
+        return "a nested tensor"
     grad = " with grad" if tensor.requires_grad and torch.is_grad_enabled() else ""
     return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}{grad}"
 
@@ -136,6 +150,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         return
     if not isinstance(sinks, Tensor):
         raise ValueError(f"sinks is a {type(sinks).__name__}: it must be a tensor, or None")
+    _check_dense("sinks", sinks)
     heads = q.shape[2]
     if sinks.shape != (heads,) or sinks.dtype not in _FLOATS:
         raise ValueError(

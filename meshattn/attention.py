@@ -213,7 +213,9 @@ def _looks(
 ) -> object:
     """What a call on a sequence is checked for and planned from. A new object if it cannot be right."""
     given = (q, k, v) if sinks is None else (q, k, v, sinks)
-    if not all(isinstance(x, Tensor) for x in given):
+    if not all(isinstance(x, Tensor) and not x.is_nested for x in given):
+        return object()
+    if not (kv_seq is None or isinstance(kv_seq, ShardedSequence)):
         return object()
     kind, grad = q.device.type, torch.is_grad_enabled()
     tensors = tuple((x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in given)

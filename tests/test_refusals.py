@@ -40,6 +40,17 @@ def _ones(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(size, dtype=dtype)
 
 
+class _OfSeveralRanks(Tensor):
+    """Looks like a DTensor."""
+
+    def to_local(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def _nested() -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(ROWS, 4, 8)] * 2)
+
+
 CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] = {
     "q-of-3-dims": (
         lambda m: _attend(m, q=_ones(2, ROWS, 8)),
@@ -133,6 +144,28 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         ValueError,
         ("reduce_dtype=torch.bfloat16", "torch.float32 (the default)"),
     ),
+    "scale-beyond-floats": (
+        lambda m: _attend(m, softmax_scale=10**400),
+        ValueError,
+        ("softmax_scale is 1000", "positive and finite"),
+    ),
+    "causal": (lambda m: _attend(m, causal=1), ValueError, ("causal is 1", "True or False")),
+    "deterministic": (
+        lambda m: _attend(m, deterministic=None, kernel="sdpa"),
+        ValueError,
+        ("deterministic is None", "True or False"),
+    ),
+    "return-lse": (lambda m: _attend(m, return_lse="yes"), ValueError, ("return_lse is 'yes'",)),
+    "nested": (
+        lambda m: _attend(m, k=_nested()),
+        ValueError,
+        ("k is a nested tensor", "dense"),
+    ),
+    "of-several-ranks": (
+        lambda m: _attend(m, v=_OfSeveralRanks(_ones(2, ROWS, 4, 8))),
+        ValueError,
+        ("v is a _OfSeveralRanks", "a plain tensor of this rank", "v.to_local()"),
+    ),
     "kernel": (lambda m: _attend(m, kernel="fast"), ValueError, ("kernel is 'fast'", "reference")),
     "kernel-of-a-gpu": (
         lambda m: _attend(m, kernel="hopper"),
@@ -181,6 +214,11 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         ValueError,
         ("kv_seq is a int", "mesh.sequence(seq_len)"),
     ),
+    "kv-seq-a-list": (
+        lambda m: _attend(m, kv_seq=[4]),
+        ValueError,
+        ("kv_seq is a list", "mesh.sequence(seq_len)"),
+    ),
     "sinks-of-other-heads": (
         lambda m: _attend(m, sinks=torch.zeros(3)),
         ValueError,
@@ -190,6 +228,11 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         lambda m: _attend(m, sinks=0.5),
         ValueError,
         ("sinks is a float", "a tensor, or None"),
+    ),
+    "sinks-sparse": (
+        lambda m: _attend(m, sinks=torch.zeros(4).to_sparse()),
+        ValueError,
+        ("sinks is torch.sparse_coo", "dense"),
     ),
     "sinks-elsewhere": (
         lambda m: _attend(m, sinks=torch.zeros(4, device="meta")),
@@ -297,6 +340,7 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_calls(name: str) -> None:
     call, kind, fragments = CALLS[name]
@@ -315,6 +359,25 @@ def test_wrong_calls(name: str) -> None:
     assert transfers == 0, "refused before any transfer"
     for fragment in fragments:
         assert fragment in text
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ["kv-seq-a-list", "nested", "sinks-sparse", "q-of-3-dims"])
+def test_a_wrong_call_of_one_rank_is_everybodys_error(name: str) -> None:
+    """Nothing that one rank is given may stop it on the way to the others."""
+    call, kind, fragments = CALLS[name]
+
+    def on_rank(group: Any) -> str:
+        mesh = ma.init_attention_mesh(group, timeout=5)
+        with pytest.raises(kind) as info:
+            (call if mesh.rank == 1 else _attend)(mesh)
+        _attend(mesh)
+        return str(info.value)
+
+    for rank, text in enumerate(run_ranks(RANKS, on_rank)):
+        assert rank == 1 or text.startswith("rank 1: ")
+        for fragment in fragments:
+            assert fragment in text
 
 
 MESHES: dict[str, tuple[Callable[[SimulatedGroup], Any], type[Exception], Words]] = {
