@@ -31,6 +31,8 @@ from meshattn.layouts import Layout, Piece
 from meshattn.plan.hops import Visibility
 from meshattn_kernels.intervals import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals
 
+_FARTHEST = 2**62  # distances from here on are no bound: int64 holds their sums with positions no more
+
 
 @dataclass(frozen=True)
 class MaskRule:
@@ -53,7 +55,8 @@ class MaskRule:
 
 
 def checked_window(window_size: tuple[int, int]) -> tuple[int | None, int | None]:
-    """``window_size`` with None for -1. Raises ValueError for anything but two integers from -1 on."""
+    """``window_size`` with None for -1, and for what reaches beyond any sequence. Raises ValueError for
+    anything but two integers from -1 on."""
     if (
         not isinstance(window_size, (tuple, list))
         or len(window_size) != 2
@@ -63,7 +66,7 @@ def checked_window(window_size: tuple[int, int]) -> tuple[int | None, int | None
             f"window_size is {window_size}; it must be (left, right), the number of keys seen before "
             "and after the query's own, -1 for no bound"
         )
-    left, right = (None if size == -1 else size for size in window_size)
+    left, right = (size if 0 <= size < _FARTHEST else None for size in window_size)
     return left, right
 
 

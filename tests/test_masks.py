@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
 from typing import Any, get_args
 
 import pytest
@@ -261,6 +263,24 @@ def test_rules_with_equal_documents_are_equal() -> None:
 def test_causal_overrides_the_right_window_as_in_flash_attention() -> None:
     assert MaskRule.build(causal=True, window_size=(4, 3)) == MaskRule(left=4, right=0)
     assert MaskRule.build(window_size=(-1, 3)) == MaskRule(left=None, right=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [2**31, 2**62 - 1, 2**62, sys.maxsize, 2**70], ids=str)
+def test_a_window_beyond_any_sequence_is_no_bound(kind: LayoutKind, size: int) -> None:
+    """And no sum with it leaves int64."""
+    q_layout, kv_layout = cut(kind, 13, 3), cut(kind, 9, 3)
+    documents = Documents((0, 4, 13), (0, 5, 8))
+    for packed in (None, documents):
+        wide = MaskRule.build(window_size=(size, size), documents=packed)
+        open_ = MaskRule.build(documents=packed)
+        assert visible_blocks(wide, q_layout, kv_layout) == visible_blocks(open_, q_layout, kv_layout)
+        for i, j in itertools.product(range(3), range(3)):
+            seen, all_keys = (
+                cells(block_intervals(rule, q_layout, i, kv_layout, j), q_layout, kv_layout)
+                for rule in (wide, open_)
+            )
+            assert torch.equal(seen, all_keys), (packed, i, j)
 
 
 @pytest.mark.parametrize("window_size", [(-2, 0), (0, -5), (1,), (1, 2, 3), (1.5, 0)])
