@@ -167,10 +167,15 @@ def checked_cu_seqlens(
 def checked_integers(values: Sequence[int] | Tensor, name: str) -> tuple[int, ...]:
     """A sequence or 1-D tensor of integers as a tuple. Copies a tensor to the CPU once. Raises ValueError."""
     if isinstance(values, Tensor):
-        if values.dim() != 1 or values.is_floating_point() or values.dtype == torch.bool:
+        if values.dim() != 1 or not _holds_integers(values):
             raise ValueError(
                 f"{name} is a {values.dtype} tensor of shape {list(values.shape)}; "
                 "it must be a 1-D tensor of integers"
+            )
+        if values.is_meta or values.layout != torch.strided:
+            raise ValueError(
+                f"{name} is a {values.layout} tensor on {values.device}; it must be dense, on a device that "
+                "holds data"
             )
         return tuple(values.tolist())
     try:
@@ -218,11 +223,16 @@ def cu_seqlens_from_end_tokens(input_ids: Tensor, end_token: int) -> Tensor:
         int64 [documents + 1] on the CPU, for ``mesh.sequence(S, cu_seqlens=...)``.
 
     Raises:
-        ValueError: tokens that are no integers, and rows that are cut differently.
+        ValueError: tokens that are no integers, an end token that is not one integer, and rows that are cut
+            differently.
     """
     rows = _checked_rows(input_ids, "input_ids")
+    try:
+        end = operator.index(end_token)
+    except TypeError:
+        raise ValueError(f"end_token is {end_token!r}; it must be one integer token") from None
     first = rows.new_ones((len(rows), 1), dtype=torch.bool)
-    return _bounds_of_starts(torch.cat([first, rows[:, :-1] == end_token], dim=1), "input_ids")
+    return _bounds_of_starts(torch.cat([first, rows[:, :-1] == end], dim=1), "input_ids")
 
 
 def _checked_rows(tensor: Tensor, name: str) -> Tensor:
@@ -230,9 +240,13 @@ def _checked_rows(tensor: Tensor, name: str) -> Tensor:
         raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
     if tensor.dim() not in (1, 2) or 0 in tensor.shape:
         raise ValueError(f"{name} is {list(tensor.shape)}: it must be [S] or [B, S], of a whole sequence")
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+    if not _holds_integers(tensor):
         raise ValueError(f"{name} is {tensor.dtype}: it must hold integers")
     return tensor.detach().cpu().reshape(-1, tensor.shape[-1])
+
+
+def _holds_integers(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _bounds_of_starts(starts: Tensor, name: str) -> Tensor:

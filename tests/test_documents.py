@@ -150,6 +150,14 @@ def test_positions_that_are_no_documents(positions: Any, message: str) -> None:
         ma.cu_seqlens_from_position_ids(positions)
 
 
+@pytest.mark.parametrize("end_token", [None, 4.0, "4", [4], torch.tensor([1, 4])], ids=str)
+def test_an_end_token_is_one_integer(end_token: Any) -> None:
+    """A tensor of several would be compared with the tokens one by one."""
+    with pytest.raises(ValueError, match=r"end_token is .*; it must be one integer token"):
+        ma.cu_seqlens_from_end_tokens(torch.tensor([1, 4, 1]), end_token)
+    assert ma.cu_seqlens_from_end_tokens(torch.tensor([1, 4, 1]), torch.tensor(4)).tolist() == [0, 2, 3]  # type: ignore[arg-type]
+
+
 def test_end_tokens_of_rows_that_differ() -> None:
     with pytest.raises(ValueError, match="rows of input_ids are cut into different documents"):
         ma.cu_seqlens_from_end_tokens(torch.tensor([[1, 4, 1], [4, 1, 1]]), 4)

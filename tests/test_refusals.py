@@ -279,6 +279,16 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         ValueError,
         ("cu_seqlens is a list", "integers"),
     ),
+    "documents-of-complex-numbers": (
+        lambda m: m.sequence(8, cu_seqlens=torch.tensor([0, 8], dtype=torch.complex64)),
+        ValueError,
+        ("cu_seqlens is a torch.complex64 tensor of shape [2]", "1-D tensor of integers"),
+    ),
+    "documents-without-data": (
+        lambda m: m.sequence(8, cu_seqlens=torch.tensor([0, 8], device="meta")),
+        ValueError,
+        ("cu_seqlens is a torch.strided tensor on meta", "a device that holds data"),
+    ),
     "lengths-without-documents": (
         lambda m: m.sequence(8, document_lengths=[3]),
         ValueError,
