@@ -16,6 +16,7 @@ from meshattn.plan.report import DIRECTIONS, RATIOS, Row, describe_step, rows_at
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 WIDEST_PICTURE = 48
+HEAD_DIM_STEP = 8  # as attention takes it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,6 +115,14 @@ def _shape(args: argparse.Namespace) -> CallShape:
     for name in ("batch", "seq_len", "heads", "head_dim"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least 1")
+    if args.head_dim % HEAD_DIM_STEP:
+        raise ValueError(f"--head-dim is {args.head_dim}, but must be a multiple of {HEAD_DIM_STEP}")
+    exact = "fp64" if args.dtype == "fp64" else "fp32"
+    if args.reduce_dtype not in (None, args.dtype, exact):
+        raise ValueError(
+            f"--reduce-dtype is {args.reduce_dtype}, but partial results of {args.dtype} move as {exact} or "
+            f"as {args.dtype}"
+        )
     kv_heads = args.heads if args.kv_heads is None else args.kv_heads
     if kv_heads < 1 or args.heads % kv_heads:
         raise ValueError(f"--kv-heads is {kv_heads}, but must divide the {args.heads} query heads")
@@ -169,6 +178,11 @@ def _layouts(args: argparse.Namespace) -> str:
     if min(args.window) < -1:
         raise ValueError(f"--window is {' '.join(map(str, args.window))}, but -1 is the least: no bound")
     left, right = (None if size == -1 else size for size in args.window)
+    if args.causal and right:
+        raise ValueError(
+            f"--window is {' '.join(map(str, args.window))}, but under a causal mask, the default, RIGHT is 0: "
+            "give 0 or add --no-causal"
+        )
     figures = compare_layouts(args.seq_len, args.ranks, _shape(args), left, 0 if args.causal else right)
     best, *others = figures
     lines = [f"take layout={best.layout!r}; time is that of the busiest rank of a nominal machine"]

@@ -89,6 +89,10 @@ def test_wide_matrix_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
         ("schedule --ranks 6 --seq-len 0", "--seq-len is 0"),
         ("assignment --ranks 6", "--tile"),
         ("layouts --ranks 6 --window -2 0", "--window is -2 0, but -1 is the least"),
+        ("layouts --ranks 6 --window 4 9", "--window is 4 9, but under a causal mask"),
+        ("schedule --ranks 6 --head-dim 20", "--head-dim is 20, but must be a multiple of 8"),
+        ("schedule --ranks 6 --reduce-dtype fp16", "--reduce-dtype is fp16, but partial results of bf16"),
+        ("schedule --ranks 6 --dtype fp64 --reduce-dtype fp32", "move as fp64 or as fp64"),
         ("layouts --ranks 0", "--ranks is 0"),
         ("assignment --ranks 6 --tile 2x3 --rank 6", "--rank is 6, but ranks are 0 to 5"),
         ("", "command"),
@@ -122,3 +126,11 @@ def test_windows_ask_for_contiguous_chunks(capsys: pytest.CaptureFixture[str]) -
         assert first.startswith(f"take layout='{best}'")
         assert sorted(line.split()[0] for line in lines) == ["contiguous", "striped", "zigzag"]
         assert lines[0].split()[0] == best and "1.00 times the time" in lines[0]
+
+
+def test_a_window_to_both_sides_is_one_without_a_causal_mask(capsys: pytest.CaptureFixture[str]) -> None:
+    before, both = (
+        out(capsys, f"layouts --ranks 8 {w}")
+        for w in ("--no-causal --window 64 0", "--no-causal --window 64 512")
+    )
+    assert before != both
