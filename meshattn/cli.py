@@ -180,8 +180,8 @@ def _layouts(args: argparse.Namespace) -> str:
     left, right = (None if size == -1 else size for size in args.window)
     if args.causal and right:
         raise ValueError(
-            f"--window is {' '.join(map(str, args.window))}, but under a causal mask, the default, RIGHT is 0: "
-            "give 0 or add --no-causal"
+            f"--window is {' '.join(map(str, args.window))}, but under a causal mask, the default, RIGHT is "
+            "0: give 0 or add --no-causal"
         )
     figures = compare_layouts(args.seq_len, args.ranks, _shape(args), left, 0 if args.causal else right)
     best, *others = figures
