@@ -91,6 +91,20 @@ def check_options(options: Options) -> None:
         raise ValueError(f"softmax_scale is {scale}: it must be positive and finite, or None for D ** -0.5")
 
 
+def check_kind(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> None:
+    """What `check_types` and `check_tensors` demand of tensors, where there are none."""
+    if dtype not in _FLOATS:
+        raise ValueError(f"dtype is {dtype}: attention takes float64, float32, bfloat16 or float16")
+    for name, size in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        if type(size) is not int or size < 1 or size % _HEAD_DIM_STEP:
+            raise ValueError(f"{name} is {size!r}: a head size must be a multiple of {_HEAD_DIM_STEP}")
+
+
+def check_kernel_name(kernel: str | None) -> None:
+    if kernel is not None and not isinstance(kernel, str):
+        raise ValueError(f"kernel is a {type(kernel).__name__}: give its name, or None")
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, q_seq: ShardedSequence, kv_seq: ShardedSequence) -> None:
     for name, tensor, seq in (("q", q, q_seq), ("k", k, kv_seq), ("v", v, kv_seq)):
         if tensor.dim() != 4:

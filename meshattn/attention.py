@@ -20,7 +20,9 @@ from meshattn.arguments import (
     Options,
     autocast,
     autocast_type,
+    check_kernel_name,
     check_keys,
+    check_kind,
     check_options,
     check_sinks,
     check_tensors,
@@ -153,10 +155,13 @@ def kernel_for(
         kernel: as given to `mesh_attention`.
 
     Raises:
-        ValueError: no kernel serves that, or the named one does not; the message says which would.
+        ValueError: a type or head size that attention does not take; no kernel serves them, or the named one
+            does not: the message says which would.
     """
-    device = torch.device(device)
-    return choose_kernel(kernel, device, dtype, head_dim, head_dim if head_dim_v is None else head_dim_v)
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    check_kind(dtype, head_dim, head_dim_v)
+    check_kernel_name(kernel)
+    return choose_kernel(kernel, torch.device(device), dtype, head_dim, head_dim_v)
 
 
 def _outside_graphs(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -260,8 +265,7 @@ def _make_ready(
 
 
 def _check_kernel(options: Options, q: Tensor, v: Tensor, masks: BlockMasks) -> AttentionKernel:
-    if options.kernel is not None and not isinstance(options.kernel, str):
-        raise ValueError(f"kernel is a {type(options.kernel).__name__}: give its name, or None")
+    check_kernel_name(options.kernel)
     plain = masks.gives_plain_blocks
     name = choose_kernel(
         options.kernel,

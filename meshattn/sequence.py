@@ -18,6 +18,7 @@ from meshattn.documents import Documents, PackedDocuments, checked_cu_seqlens, c
 from meshattn.layouts import Layout, LayoutKind
 from meshattn.masks import BlockMasks, MaskRule, chunk_positions
 from meshattn.transport.base import TransportError
+from meshattn_kernels.intervals import UNBOUNDED
 
 if TYPE_CHECKING:
     from meshattn.mesh import AttentionMesh
@@ -41,8 +42,14 @@ class ShardedSequence:
             raise ValueError(f"seq_len is {seq_len!r}: it must be a whole number of tokens")
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}: a sequence has at least one token")
+        rows = -(-seq_len // mesh.size)
+        if rows > UNBOUNDED:
+            raise ValueError(
+                f"seq_len is {seq_len}: {rows} rows on each of {mesh.size} ranks are more than "
+                f"the {UNBOUNDED} that kernels can count; use more ranks"
+            )
         self.mesh = mesh
-        self.layout = Layout(layout, seq_len, mesh.size, -(-seq_len // mesh.size))
+        self.layout = Layout(layout, seq_len, mesh.size, rows)
         self.documents = _documents(seq_len, cu_seqlens, document_lengths)
         self._agreed = self.documents is None
         self._gaps: dict[torch.device, Tensor] = {}
@@ -214,6 +221,8 @@ class ShardedSequence:
     def _require(self, name: str, tensor: Tensor, dim: int, rows: int) -> None:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
+        if type(dim) is not int:
+            raise ValueError(f"dim is {dim!r}: give the number of the dim of {name} that holds the rows")
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(f"{name} has {tensor.dim()} dims, so there is no dim {dim}")
         if tensor.shape[dim] != rows:

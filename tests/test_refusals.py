@@ -197,6 +197,21 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         ValueError,
         ("kernel is 'fast'", "reference"),
     ),
+    "kernel-for-integers": (
+        lambda m: ma.kernel_for("cpu", torch.int32, 8),
+        ValueError,
+        ("dtype is torch.int32", "float64, float32, bfloat16 or float16"),
+    ),
+    "kernel-for-odd-head-size": (
+        lambda m: ma.kernel_for("cpu", torch.float32, 8, 12),
+        ValueError,
+        ("head_dim_v is 12", "multiple of 8"),
+    ),
+    "kernel-for-a-list": (
+        lambda m: ma.kernel_for("cpu", torch.float32, 8, kernel=["sdpa"]),  # type: ignore[arg-type]
+        ValueError,
+        ("kernel is a list", "give its name"),
+    ),
     "window": (
         lambda m: _attend(m, window_size=(4, -2)),
         ValueError,
@@ -306,6 +321,11 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
     ),
     "no-tokens": (lambda m: m.sequence(0), ValueError, ("seq_len is 0", "at least one token")),
     "half-a-token": (lambda m: m.sequence(2.5), ValueError, ("seq_len is 2.5", "whole number")),
+    "more-rows-than-kernels-count": (
+        lambda m: m.sequence(RANKS * 2**30 + 1),
+        ValueError,
+        ("seq_len is 3221225473", "1073741825 rows on each of 3 ranks", "use more ranks"),
+    ),
     "layout": (
         lambda m: m.sequence(8, layout="spiral"),
         ValueError,
@@ -320,6 +340,16 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         lambda m: m.sequence(SEQ_LEN).shard(_ones(SEQ_LEN)),
         ValueError,
         ("tensor has 1 dims", "no dim 1"),
+    ),
+    "shard-half-a-dim": (
+        lambda m: m.sequence(SEQ_LEN).shard(_ones(1, SEQ_LEN), dim=1.0),  # type: ignore[arg-type]
+        ValueError,
+        ("dim is 1.0", "number of the dim of tensor"),
+    ),
+    "unshard-no-dim": (
+        lambda m: m.sequence(SEQ_LEN).unshard(_ones(1, ROWS), dim=None),  # type: ignore[arg-type]
+        ValueError,
+        ("dim is None", "number of the dim of tensor"),
     ),
     "shard-with-grad": (
         lambda m: m.sequence(SEQ_LEN).shard(_ones(1, SEQ_LEN).requires_grad_()),
