@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -186,6 +186,19 @@ class AttentionMesh:
 
     def __repr__(self) -> str:
         return f"<{self.describe()}>"
+
+    def __copy__(self) -> AttentionMesh:
+        return self
+
+    def __deepcopy__(self, _: object) -> AttentionMesh:
+        """The same mesh: a copy of a module that holds it uses one connection with the module."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an AttentionMesh is a connection of this process and cannot be pickled, nor can its sequences: "
+            "leave them out, and build them again with init_attention_mesh() and mesh.sequence()"
+        )
 
     def explain(self, error: TransportError) -> Exception:
         """What to raise after a failed transfer: who called with other arguments, if that was the cause."""

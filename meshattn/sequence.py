@@ -75,6 +75,14 @@ class ShardedSequence:
         packed = "" if self.documents is None else f" in {self.documents.count} documents"
         return self._words(packed)
 
+    def __copy__(self) -> ShardedSequence:
+        return self
+
+    def __deepcopy__(self, _: object) -> ShardedSequence:
+        """The same sequence, which is not changed: a copy of a module that holds it uses one with the
+        module."""
+        return self
+
     @property
     def stated(self) -> str:
         """What all ranks compare at every call: all but the documents, which differ from step to step."""

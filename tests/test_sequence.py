@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -164,3 +166,35 @@ def test_meta_and_grad_free_tensors() -> None:
         assert "6 tokens, striped, 3 rows on each of 2 ranks" in repr(seq)
 
     run_ranks(2, on_rank)
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, seq: ma.ShardedSequence) -> None:
+        super().__init__()
+        self.mesh, self.seq, self.weight = seq.mesh, seq, torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = ma.mesh_attention(x * self.weight, x, x, self.seq)
+        assert isinstance(out, Tensor)
+        return out
+
+
+def test_copies_of_a_module_share_its_mesh_and_sequence() -> None:
+    """Also after a call, of which a sequence keeps the plan; what is pickled says why it cannot be."""
+
+    def on_rank(group: Any) -> str:
+        layer = _Layer(ma.init_attention_mesh(group).sequence(5))
+        x = torch.ones(1, layer.seq.rows, 2, 8)
+        out = layer(x)
+        twin = copy.deepcopy(layer)
+        assert twin.mesh is layer.mesh and twin.seq is layer.seq and twin.weight is not layer.weight
+        assert copy.copy(layer.seq) is layer.seq and copy.copy(layer.mesh) is layer.mesh
+        assert torch.equal(twin(x), out)
+        with pytest.raises(TypeError, match=r"cannot be pickled.* build them again"):
+            pickle.dumps(layer.mesh)
+        with pytest.raises(TypeError) as info:
+            pickle.dumps(layer)
+        return str(info.value)
+
+    for text in run_ranks(2, on_rank):
+        assert "an AttentionMesh is a connection of this process" in text
