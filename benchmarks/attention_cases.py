@@ -110,31 +110,28 @@ def _compare(
     return Comparison(tuple(figures), tuple(ratios))
 
 
-OURS = (FORWARD, FORWARD_TOTAL, BACKWARD, BACKWARD_TOTAL)
-PEER = (FORWARD_TOTAL, BACKWARD_TOTAL)
+TOTALS = (FORWARD_TOTAL, BACKWARD_TOTAL)
 AGAINST_FA4 = (
     ("hopper", "fa4", FORWARD_TOTAL),
     ("hopper", "fa4-deterministic", BACKWARD_TOTAL),
     ("hopper", "fa4", BACKWARD_TOTAL),
     ("hopper", "hopper-unordered", BACKWARD_TOTAL),
-    ("hopper", "hopper-unordered", BACKWARD),
     ("hopper-unordered", "fa4", BACKWARD_TOTAL),
 )
 QUICK = {
-    "hopper": OURS,
-    "hopper-unordered": (BACKWARD, BACKWARD_TOTAL),
-    "fa4": PEER,
+    "hopper": TOTALS,
+    "hopper-unordered": (BACKWARD_TOTAL,),
+    "fa4": TOTALS,
     "fa4-deterministic": (BACKWARD_TOTAL,),
 }
 CUDNN = (("hopper", "cudnn", FORWARD_TOTAL), ("hopper", "cudnn", BACKWARD_TOTAL))
 OTHERS = {
-    "triton": PEER,
+    "triton": TOTALS,
     "triton-dash": (BACKWARD_TOTAL,),
-    "triton-dash-unordered": (BACKWARD_TOTAL,),
-    "cudnn": PEER,
-    "fa2": PEER,
+    "cudnn": TOTALS,
+    "fa2": TOTALS,
     "fa2-deterministic": (BACKWARD_TOTAL,),
-    "flex": PEER,
+    "flex": TOTALS,
 }
 AGAINST_OTHERS = (
     *CUDNN,
@@ -145,7 +142,6 @@ AGAINST_OTHERS = (
     ("triton", "flex", BACKWARD_TOTAL),
     ("triton-dash", "flex", BACKWARD_TOTAL),
     ("triton", "fa2-deterministic", BACKWARD_TOTAL),
-    ("triton-dash", "triton-dash-unordered", BACKWARD_TOTAL),
 )
 
 
@@ -165,7 +161,7 @@ def peers(head_dims: Sequence[int]) -> list[Comparison]:
 def lengths(head_dims: Sequence[int]) -> list[Comparison]:
     """Ours, FlashAttention-4 and cuDNN at the lengths that ``peers`` leaves out."""
     return [
-        _compare(case, {**QUICK, "cudnn": PEER}, (*AGAINST_FA4, *CUDNN))
+        _compare(case, {**QUICK, "cudnn": TOTALS}, (*AGAINST_FA4, *CUDNN))
         for case in _squares(head_dims, (1024, 2048, 8192, 32768))
     ]
 
@@ -189,31 +185,16 @@ def groups(head_dims: Sequence[int]) -> list[Comparison]:
     """Query heads that share key/value heads against as many of each: 32/8 at 16k, 8/1 in blocks."""
     comparisons = []
     for head_dim in head_dims:
-        for causal in (False, True):
-            shapes = [(16384, 32, 8), (8192, 8, 1), (4096, 8, 1), (2048, 8, 1)]
-            for rows, heads, kv_heads in shapes:
+        for rows, heads, kv_heads in ((16384, 32, 8), (8192, 8, 1), (4096, 8, 1), (2048, 8, 1)):
+            for causal in (True, False):
                 shared = Case(head_dim, causal, rows, 1, heads, kv_heads)
                 alone = Case(head_dim, causal, rows, 1, heads, heads)
-                figures = [
-                    Figure(kernel, case, what)
-                    for case in (shared, alone)
-                    for kernel, whats in (
-                        ("hopper", OURS),
-                        ("fa4", PEER),
-                        ("fa4-deterministic", (BACKWARD_TOTAL,)),
-                    )
-                    for what in whats
-                ]
-                pairs = [
+                pairs = tuple(
                     (Figure("hopper", shared, what), Figure("hopper", alone, what))
-                    for what in (FORWARD, BACKWARD, BACKWARD_TOTAL)
-                ]
-                pairs += [
-                    (Figure(ours, case, what), Figure(peer, case, what))
-                    for case in (shared, alone)
-                    for ours, peer, what in AGAINST_FA4[:3]
-                ]
-                comparisons.append(Comparison(tuple(figures), tuple(pairs)))
+                    for what in (FORWARD, BACKWARD)
+                )
+                figures = tuple(figure for pair in pairs for figure in pair)
+                comparisons.append(Comparison(figures, pairs))
     return comparisons
 
 
@@ -221,7 +202,7 @@ def blocks(head_dims: Sequence[int]) -> list[Comparison]:
     """Blocks of a mesh step: square ones (as in causal striping) and others, alone and into accumulators that
     hold something."""
     comparisons = []
-    square = [(rows, rows, causal) for rows in (2048, 4096, 8192, 16384) for causal in (False, True)]
+    square = [(rows, rows, causal) for rows in (8192, 2048, 4096, 16384) for causal in (False, True)]
     oblong = [(2048, 8192, False), (8192, 2048, False), (4096, 16384, False), (16384, 4096, False)]
     for head_dim in head_dims:
         heads = HIDDEN // head_dim
@@ -238,7 +219,7 @@ def blocks(head_dims: Sequence[int]) -> list[Comparison]:
 
 
 def _squares(head_dims: Sequence[int], rows: Sequence[int]) -> list[Case]:
-    return [of_hidden(d, causal, s) for d in head_dims for s in rows for causal in (False, True)]
+    return [of_hidden(d, causal, s) for d in head_dims for s in rows for causal in (True, False)]
 
 
 SUITES = {

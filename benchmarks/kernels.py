@@ -16,13 +16,18 @@ timed. Records are written after each comparison, so that a run that is cut off 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from attention_cases import (
+    ADDING,
+    BACKWARD,
+    BACKWARD_TOTAL,
     FORWARD,
+    FORWARD_TOTAL,
     MERGING,
     PASSES,
     SUITES,
@@ -31,7 +36,7 @@ from attention_cases import (
     Figure,
 )
 from checks import Oracle
-from contenders import Contender, Inputs, Ours, make_inputs, our_kernel
+from contenders import Contender, Inputs, Ours, Results, make_inputs, our_kernel
 from harness import REPORTS, Machine, Record, Run, Timing, write
 from kernel_report import load, publish, render
 from launch_cost import launch_records
@@ -73,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     device = torch.device(options.device)
     clock: Clock = CudaClock() if device.type == "cuda" else HostClock()
-    names = [*SUITES, LAUNCH] if options.suite == "all" else [options.suite]
+    names = [*SUITES, LAUNCH] if "all" in options.suite else options.suite
     for name in names:
         label = "kernels-" + "-".join(
             [name, *(f"D{d}" for d in options.head_dim if len(options.head_dim) == 1)]
@@ -96,7 +101,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--suite", choices=(*SUITES, LAUNCH, "all"), default="quick")
+    parser.add_argument("--suite", nargs="+", choices=(*SUITES, LAUNCH, "all"), default=["quick"])
     parser.add_argument("--head-dim", type=int, nargs="+", choices=(64, 128), default=[128, 64])
     parser.add_argument("--rounds", type=int, default=5, help="turns that each kernel gets")
     parser.add_argument("--commit", help="name of the code, where it is no git checkout")
@@ -118,7 +123,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--join: no such file: {', '.join(missing)}")
     if not options.join and options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is here, so nothing can be timed; --device cpu tries the program out")
-    if options.device == "cpu" and options.suite == LAUNCH:
+    if options.device == "cpu" and LAUNCH in options.suite:
         parser.error("launches are those of a GPU; choose another suite for --device cpu")
     return options
 
@@ -141,7 +146,7 @@ def _measure(
         if case not in inputs:
             inputs[case] = make_inputs(case, device, dtype)
             oracles[case] = Oracle(case, inputs[case])
-        contender = _checked(kernel, case, inputs[case], oracles[case], session)
+        contender = _checked(comparison, kernel, case, inputs[case], oracles[case], session)
         if contender is not None:
             ready[kernel, case] = contender
     timed = [figure for figure in comparison.figures if (figure.kernel, figure.case) in ready]
@@ -151,7 +156,9 @@ def _measure(
     _record(comparison, times, matmul, clock.matmul_flop, session)
 
 
-def _checked(kernel: str, case: Case, inputs: Inputs, oracle: Oracle, session: Session) -> Contender | None:
+def _checked(
+    comparison: Comparison, kernel: str, case: Case, inputs: Inputs, oracle: Oracle, session: Session
+) -> Contender | None:
     """The kernel with its tensors, if it takes the case and is right."""
     try:
         if kernel in PEERS:
@@ -159,7 +166,7 @@ def _checked(kernel: str, case: Case, inputs: Inputs, oracle: Oracle, session: S
             kinds = [contender.results]
         else:
             contender = ours = Ours(our_kernel(kernel), case, inputs)
-            kinds = [ours.results, ours.doubled_results]
+            kinds = _results(ours, {figure.what for figure in comparison.figures if figure.kernel == kernel})
         errors = [oracle.errors(results()) for results in kinds]
         _settle(inputs)
     except Exception as reason:  # peers refuse by exceptions of many kinds
@@ -174,6 +181,18 @@ def _checked(kernel: str, case: Case, inputs: Inputs, oracle: Oracle, session: S
         return contender
     print(f"{case} {kernel}: WRONG, not timed: errors in parts of what is allowed {errors}", flush=True)
     return None
+
+
+def _results(ours: Ours, timed: set[str]) -> list[Callable[[], Results]]:
+    """What must be right for these passes to be timed."""
+    kinds: list[Callable[[], Results]] = []
+    if timed & {FORWARD_TOTAL, BACKWARD_TOTAL}:
+        kinds.append(ours.results)
+    if timed & {FORWARD, BACKWARD}:
+        kinds.append(ours.plain_results)
+    if timed & {MERGING, ADDING}:
+        kinds.append(ours.doubled_results)
+    return kinds
 
 
 def _settle(inputs: Inputs) -> None:

@@ -117,7 +117,7 @@ class HostClock:
 
 
 def alternate(
-    clock: Clock, runs: Mapping[Name, Run], *, rounds: int, burst_ms: float = 40.0, warm_s: float = 0.3
+    clock: Clock, runs: Mapping[Name, Run], *, rounds: int, burst_ms: float = 30.0, warm_s: float = 0.3
 ) -> dict[Name, Timing]:
     """Times of all runs, which take turns; each round begins with another one. A turn settles for about
     ``burst_ms`` (at least one run) and is timed for as long (4 to 100 runs)."""
