@@ -2,6 +2,7 @@
 # On a machine whose own Python already has torch (a GPU node), `make test-gpu VENV=` uses that Python as it is.
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 
 ifeq ($(strip $(VENV)),)
 RUN := PYTHONPATH="$(CURDIR):$(CURDIR)/kernels" $(PYTHON)
@@ -12,13 +13,14 @@ ENV := $(VENV)/.installed
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-slow test-gpu demo bench lint format typecheck wheel-check clean
+.PHONY: help env test test-slow test-gpu compile-all demo bench lint format typecheck wheel-check clean
 
 help:
 	@echo "make test        the tests that need no accelerator"
 	@echo "make demo        train a small model three ways on four ranks, table and pictures in runs/demo"
 	@echo "make test-slow   the exhaustive products"
 	@echo "make test-gpu    the tests marked gpu and multigpu (VENV= PYTHON=python3 reuses an installed torch)"
+	@echo "make compile-all every variant of every kernel for every GPU generation, without a GPU (JOBS=2)"
 	@echo "make bench       ring against every tile on this machine"
 	@echo "make lint format typecheck wheel-check clean"
 
@@ -41,6 +43,11 @@ test-slow: $(ENV)
 
 test-gpu: $(ENV)
 	$(RUN) -m pytest -m "gpu or multigpu"
+
+# Half an hour on two cores. The tests compile a covering set.
+compile-all: $(ENV)
+	$(RUN) tests/kernels/compile_portable.py --all --jobs $(JOBS)
+	$(RUN) tests/kernels/compile_hopper.py --all
 
 demo: $(ENV)
 	$(RUN) launch/demo.py

@@ -5,7 +5,8 @@
     python tests/kernels/compile_portable.py --all --targets 80 90
 
 Exit status 1 if a kernel spills more than 64 bytes, needs more shared memory than its GPU has, has lost its
-products, or ptxas says that it serialises them: any message C75xx but C7517, which puts in one wait.
+products, or ptxas says that it serialises them: any message C75xx but C7517 and C7519, which put in one wait
+or arrive where an operand comes from registers (some releases do so for p, which a mask changes).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from triton.compiler import ASTSource
 from meshattn_kernels.portable import launch
 from meshattn_kernels.portable.backward_dash import clear_rows_kernel, dash_kernel
 from meshattn_kernels.portable.backward_two_loop import dkdv_kernel, dq_kernel
-from meshattn_kernels.portable.finish import add_parts_kernel, scale_and_cast_kernel
+from meshattn_kernels.portable.finish import add_parts_kernel, exponents_kernel, scale_and_cast_kernel
 from meshattn_kernels.portable.forward import forward_kernel
 
 TARGETS = (80, 86, 89, 90, 100, 120)
@@ -77,7 +78,7 @@ class Result:
     seconds: float
 
     def failures(self, target: int, variant: Variant) -> list[str]:
-        found = [line for line in self.messages if "(C7517)" not in line]
+        found = [line for line in self.messages if "(C7517)" not in line and "(C7519)" not in line]
         allowed = max_spilled_bytes(target, variant)
         if not self.products:
             found.append("no matrix product is left in the code")
@@ -189,8 +190,9 @@ def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: 
 
 def compile_flat_kernels(target: int) -> None:
     """The kernels around them have nothing to spill: it is enough that they compile."""
-    build(scale_and_cast_kernel, {"result_ptr": "*bf16"}, {"BLOCK": 1024}, 4, target)
-    build(add_parts_kernel, {}, {"FIRST": False, "BLOCK": 1024}, 4, target)
+    build(scale_and_cast_kernel, {"result_ptr": "*bf16"}, {"BLOCK": 4096}, 4, target)
+    build(add_parts_kernel, {}, {"FIRST": False, "BLOCK": 4096}, 4, target)
+    build(exponents_kernel, {}, {"SINGLE": False, "BLOCK": 4096}, 4, target)
     build(clear_rows_kernel, {}, {"Q_TILE": 64, "PADDED_WIDTH": 1024}, 4, target)
 
 

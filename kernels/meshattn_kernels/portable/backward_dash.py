@@ -27,7 +27,7 @@ def dash_kernel(
     k_ptr,  # [B, C_k, H_kv, D]
     v_ptr,  # [B, C_k, H_kv, D_v]
     do_ptr,  # [B, C_q, H, D_v]
-    lse_ptr,  # fp32 [B, H, C_q], contiguous
+    exponent_ptr,  # fp32 [B, H, C_q], contiguous
     delta_ptr,
     dq_ptr,  # fp32 [B, C_q, H, D], contiguous
     dk_ptr,  # fp32 [B, C_k, H_kv, D], contiguous
@@ -115,7 +115,7 @@ def dash_kernel(
             turn = entry >> 16  # dash.TURN_SHIFT
             r0 = query_tile * Q_TILE
             dk, dv, ds = add_to_dkdv(
-                dk, dv, k, v, q_head_ptr, do_head_ptr, lse_ptr + row_term, delta_ptr + row_term, r0, t0,
+                dk, dv, k, v, q_head_ptr, do_head_ptr, exponent_ptr + row_term, delta_ptr + row_term, r0, t0,
                 start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale, Q_STRIDE, DO_STRIDE, D, D_V,
                 PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, BAND, MASKED_IF_NEEDED,
             )  # fmt: skip

@@ -2,7 +2,8 @@
 """One tile of the backward, [keys, rows]: what both backward passes add to dk and dv.
 
 With p = exp(s - lse) and ds = p * (do v^T - delta): dv = p^T do, dk = ds^T q, dq = ds k; ``finish`` applies
-the softmax scale. Scores lie with keys first, so that p and ds go from registers into the next products.
+the softmax scale. lse comes as ``finish.exponents_kernel`` turns it. Scores lie with keys first, so that p
+and ds go from registers into the next products.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import triton
 import triton.language as tl
 
 from meshattn_kernels.portable.tiles import (
-    load_lse,
     load_rows,
     load_tile,
     power,
     product,
-    row_bounds,
+    sees,
     sees_all,
 )
 
@@ -33,7 +33,7 @@ def add_to_dkdv(
     v,
     q_ptr,
     do_ptr,
-    lse_ptr,
+    exponent_ptr,
     delta_ptr,
     r0,
     t0,
@@ -58,8 +58,8 @@ def add_to_dkdv(
 ):
     """Add the rows r0 .. r0 + Q_TILE - 1 of one head to dk and dv of the keys from t0 on, k and v.
 
-    exponent_scale is the softmax scale in the base of ``power``. UNMASKED promises real rows that see all of
-    these keys. Returns dk, dv, and ds [KV_TILE, Q_TILE] in the type of the inputs.
+    Exponents and exponent_scale, the softmax scale, are in the base of ``power``. UNMASKED promises real rows
+    that see all of these keys. Returns dk, dv, and ds [KV_TILE, Q_TILE] in the type of the inputs.
     """
     WHOLE: tl.constexpr = MASK == UNMASKED
     q = load_tile(q_ptr, r0, n_q, Q_STRIDE, Q_TILE, D, PADDED_D, WHOLE)
@@ -67,9 +67,9 @@ def add_to_dkdv(
     do = load_tile(do_ptr, r0, n_q, DO_STRIDE, Q_TILE, D_V, PADDED_D_V, WHOLE)
     # Before p, so that this product runs beside the exponentials.
     dp = product(v, do.T, None, SINGLE)
-    # Only now, so that lse and delta take no registers beside all others.
-    lse = load_lse(lse_ptr, r0, n_q, Q_TILE, SINGLE, WHOLE)
-    p = power(scores * exponent_scale - lse[None, :], SINGLE)
+    # Only now, so that exponent and delta take no registers beside all others.
+    exponent = load_rows(exponent_ptr, r0, n_q, Q_TILE, WHOLE)
+    p = power(scores * exponent_scale - exponent[None, :], SINGLE)
     if MASK == MASKED:
         p = tl.where(sees(r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND), p, 0.0)
     elif MASK == MASKED_IF_NEEDED:
@@ -81,24 +81,3 @@ def add_to_dkdv(
     ds = (p * (dp - delta[None, :])).to(q.dtype)
     dk = product(ds, q, dk, SINGLE)
     return dk, dv, ds
-
-
-@triton.jit
-def sees(
-    r0,
-    t0,
-    start_ptr,
-    end_ptr,
-    lo,
-    hi,
-    n_q,
-    n_k,
-    Q_TILE: tl.constexpr,
-    KV_TILE: tl.constexpr,
-    BAND: tl.constexpr,
-):
-    """[KV_TILE, Q_TILE]: whether a row sees a key."""
-    row = r0 + tl.minimum(tl.arange(0, Q_TILE), n_q - 1 - r0)
-    start, end = row_bounds(row, start_ptr, end_ptr, lo, hi, n_k, BAND)
-    key = t0 + tl.arange(0, KV_TILE)
-    return (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])

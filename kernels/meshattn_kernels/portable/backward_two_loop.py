@@ -15,7 +15,6 @@ import triton.language as tl
 from meshattn_kernels.portable.backward_step import MASKED, UNMASKED, add_to_dkdv
 from meshattn_kernels.portable.tiles import (
     add_tile,
-    load_lse,
     load_rows,
     load_tile,
     masked_tile,
@@ -47,7 +46,7 @@ def dkdv_kernel(
     k_ptr,  # [B, C_k, H_kv, D]
     v_ptr,  # [B, C_k, H_kv, D_v]
     do_ptr,  # [B, C_q, H, D_v]
-    lse_ptr,  # fp32 [B, H, C_q], contiguous
+    exponent_ptr,  # fp32 [B, H, C_q], contiguous
     delta_ptr,
     dk_ptr,  # fp32 [B, C_k, H_kv, D], contiguous; several of them when the group is cut into parts
     dv_ptr,  # fp32 [B, C_k, H_kv, D_v], contiguous
@@ -104,7 +103,7 @@ def dkdv_kernel(
         head = kv_head * group + part * part_heads
         q_ptr += batch * q_stride_b + head * q_stride_h
         do_ptr += batch * do_stride_b + head * do_stride_h
-        lse_ptr += (batch * kv_heads * group + head) * rows
+        exponent_ptr += (batch * kv_heads * group + head) * rows
         delta_ptr += (batch * kv_heads * group + head) * rows
         k_ptr += batch * k_stride_b + kv_head * k_stride_h
         v_ptr += batch * v_stride_b + kv_head * v_stride_h
@@ -116,7 +115,7 @@ def dkdv_kernel(
             n = tl.cast(step // masked, tl.int64)
             r0 = masked_tile(step % masked, first, full, full_end) * Q_TILE
             dk, dv, _ds = add_to_dkdv(
-                dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, lse_ptr + n * rows,
+                dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, exponent_ptr + n * rows,
                 delta_ptr + n * rows, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale,
                 Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, BAND, MASKED,
             )  # fmt: skip
@@ -125,7 +124,7 @@ def dkdv_kernel(
             n = tl.cast(step // whole, tl.int64)
             r0 = (full + step % whole) * Q_TILE
             dk, dv, _ds = add_to_dkdv(
-                dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, lse_ptr + n * rows,
+                dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, exponent_ptr + n * rows,
                 delta_ptr + n * rows, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale,
                 Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, BAND,
                 UNMASKED,
@@ -144,7 +143,7 @@ def dq_kernel(
     k_ptr,  # [B, C_k, H_kv, D]
     v_ptr,  # [B, C_k, H_kv, D_v]
     do_ptr,  # [B, C_q, H, D_v]
-    lse_ptr,  # fp32 [B, H, C_q], contiguous
+    exponent_ptr,  # fp32 [B, H, C_q], contiguous
     delta_ptr,
     dq_ptr,  # fp32 [B, C_q, H, D], contiguous
     start_ptr,
@@ -193,7 +192,9 @@ def dq_kernel(
         row = r0 + tl.minimum(tl.arange(0, Q_TILE), n_q - 1 - r0)
         start, stop = row_bounds(row, start_ptr, end_ptr, lo, hi, n_k, BAND)
         term = (batch * heads + head) * rows
-        lse = load_lse(lse_ptr + term, r0, n_q, Q_TILE, SINGLE)
+        exponent = load_rows(exponent_ptr + term, r0, n_q, Q_TILE)
+        # Padding repeats the last real row: this makes its p 0.
+        exponent = tl.where(r0 + tl.arange(0, Q_TILE) < n_q, exponent, float("inf"))
         delta = load_rows(delta_ptr + term, r0, n_q, Q_TILE)
         q_ptr += batch * q_stride_b + head * q_stride_h
         do_ptr += batch * do_stride_b + head * do_stride_h
@@ -203,13 +204,13 @@ def dq_kernel(
         do = load_tile(do_ptr, r0, n_q, DO_STRIDE, Q_TILE, D_V, PADDED_D_V)
         for tile in tl.range(full, full_end, num_stages=STAGES, disable_licm=True):
             dq = add_to_dq(
-                dq, q, do, lse, delta, k_ptr, v_ptr, tile * KV_TILE, start, stop, n_k, exponent_scale,
+                dq, q, do, exponent, delta, k_ptr, v_ptr, tile * KV_TILE, start, stop, n_k, exponent_scale,
                 K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, False,
             )  # fmt: skip
         for n in tl.range(0, full - first + end - full_end, num_stages=STAGES, disable_licm=True):
             t0 = masked_tile(n, first, full, full_end) * KV_TILE
             dq = add_to_dq(
-                dq, q, do, lse, delta, k_ptr, v_ptr, t0, start, stop, n_k, exponent_scale,
+                dq, q, do, exponent, delta, k_ptr, v_ptr, t0, start, stop, n_k, exponent_scale,
                 K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, True,
             )  # fmt: skip
 
@@ -222,7 +223,7 @@ def add_to_dq(
     dq,
     q,
     do,
-    lse,
+    exponent,
     delta,
     k_ptr,
     v_ptr,
@@ -246,7 +247,7 @@ def add_to_dq(
     scores = product(q, k.T, None, SINGLE)  # [Q_TILE, KV_TILE]
     v = load_tile(v_ptr, t0, n_k, V_STRIDE, KV_TILE, D_V, PADDED_D_V, not MASKED)
     dp = product(do, v.T, None, SINGLE)
-    p = power(scores * exponent_scale - lse[:, None], SINGLE)
+    p = power(scores * exponent_scale - exponent[:, None], SINGLE)
     if MASKED:
         key = t0 + tl.arange(0, KV_TILE)
         p = tl.where((key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None]), p, 0.0)

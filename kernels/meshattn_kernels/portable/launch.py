@@ -67,8 +67,8 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
         ("sm100", 128): Tiling(64, 128, stages=2, warps=8),
         ("sm100", 256): Tiling(32, 64, stages=2, warps=8),
         ("sm90", 64): Tiling(64, 64, stages=3, warps=4),
-        ("sm90", 128): Tiling(64, 128, stages=3, warps=8),
-        ("sm90", 256): Tiling(64, 64, stages=2, warps=8),
+        ("sm90", 128): Tiling(64, 64, stages=2, warps=4),
+        ("sm90", 256): Tiling(64, 32, stages=2, warps=4),
         ("sm80", 64): Tiling(32, 128, stages=3, warps=8),
         ("sm80", 128): Tiling(64, 64, stages=3, warps=8),
         ("sm80", 256): Tiling(32, 32, stages=3, warps=4),
@@ -109,7 +109,7 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
 _SINGLE: dict[Pass, dict[int, Tiling]] = {
     "forward": {
         64: Tiling(32, 32, stages=2, warps=4),
-        128: Tiling(32, 32, stages=1, warps=8),
+        128: Tiling(32, 16, stages=2, warps=8),
         256: Tiling(32, 16, stages=2, warps=8),
     },
     "dkdv": {
@@ -124,7 +124,7 @@ _SINGLE: dict[Pass, dict[int, Tiling]] = {
     },
     "dash": {
         64: Tiling(32, 32, stages=1, warps=8),
-        128: Tiling(16, 32, stages=1, warps=8),
+        128: Tiling(16, 32, stages=2, warps=8),
         256: Tiling(16, 16, stages=1, warps=8),
     },
 }

@@ -170,13 +170,36 @@ def sees_all(
     KV_TILE: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """Whether every real row from r0 on sees every key t0 .. t0 + KV_TILE - 1, so that no mask is needed."""
+    """Whether the rows r0 .. r0 + Q_TILE - 1 are real and see every key t0 .. t0 + KV_TILE - 1: then no mask
+    is needed."""
     if BAND:
-        last = tl.minimum(r0 + Q_TILE, n_q) - 1
-        return (last - hi <= t0) & (r0 - lo + 1 >= t0 + KV_TILE) & (t0 + KV_TILE <= n_k)
+        whole = (r0 + Q_TILE - 1 - hi <= t0) & (r0 - lo + 1 >= t0 + KV_TILE) & (t0 + KV_TILE <= n_k)
     else:
         last = tl.minimum(r0 + Q_TILE, n_q) - 1
-        return (tl.load(start_ptr + last) <= t0) & (tl.load(end_ptr + r0) >= t0 + KV_TILE)
+        whole = (tl.load(start_ptr + last) <= t0) & (tl.load(end_ptr + r0) >= t0 + KV_TILE)
+    return whole & (r0 + Q_TILE <= n_q)
+
+
+@triton.jit
+def sees(
+    r0,
+    t0,
+    start_ptr,
+    end_ptr,
+    lo,
+    hi,
+    n_q,
+    n_k,
+    Q_TILE: tl.constexpr,
+    KV_TILE: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """[KV_TILE, Q_TILE]: whether a row sees a key. Padding sees none."""
+    lane = tl.arange(0, Q_TILE)
+    start, end = row_bounds(r0 + tl.minimum(lane, n_q - 1 - r0), start_ptr, end_ptr, lo, hi, n_k, BAND)
+    end = tl.where(r0 + lane < n_q, end, start)
+    key = t0 + tl.arange(0, KV_TILE)
+    return (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
 
 
 @triton.jit
@@ -212,21 +235,6 @@ def load_rows(ptr, r0, n_q, ROWS: tl.constexpr, WHOLE: tl.constexpr = False):
     if not WHOLE:
         lane = tl.minimum(lane, n_q - 1 - r0)
     return tl.load(ptr + r0 + lane)
-
-
-@triton.jit
-def load_lse(lse_ptr, r0, n_q, ROWS: tl.constexpr, SINGLE: tl.constexpr, SEEN: tl.constexpr = False):
-    """lse of the rows from r0 on, in the base of ``power``.
-
-    A row that is padding or sees no key (lse -inf) gets lse +inf, so that each of its p = exp(s - lse) is 0.
-    SEEN promises that there are none.
-    """
-    lse = load_rows(lse_ptr, r0, n_q, ROWS, SEEN)
-    if SEEN:
-        return to_base(lse, SINGLE)
-    else:
-        hidden = (lse == float("-inf")) | (r0 + tl.arange(0, ROWS) >= n_q)
-        return tl.where(hidden, float("inf"), to_base(lse, SINGLE))
 
 
 @triton.jit
