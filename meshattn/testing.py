@@ -75,7 +75,7 @@ def _run_threads(ranks: int, fn: Callable[[SimulatedGroup], Any], timeout: float
                 results[group.rank] = fn(group)
         except BaseException as error:
             results[group.rank] = error
-            world.abort(f"{type(error).__name__}: {error}")
+            world.abort(f"rank {group.rank} has failed ({type(error).__name__}: {error})")
 
     threads = [threading.Thread(target=run, args=(group,), daemon=True) for group in world.groups()]
     for thread in threads:

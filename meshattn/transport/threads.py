@@ -164,7 +164,7 @@ class ThreadTransport(Transport):
         deadline = time.monotonic() + self._timeout
         while not ready():
             if self._world.failure is not None:
-                raise TransportError(f"{message.label}: rank {peer} is gone: {self._world.failure}")
+                raise TransportError(f"{message.label}: no exchange with rank {peer}: {self._world.failure}")
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TransportError(f"{message.label}: nothing from rank {peer} within {self._timeout:g} s")
