@@ -288,6 +288,10 @@ def _check_kernel(options: Options, q: Tensor, v: Tensor, masks: BlockMasks) -> 
             f"reduce_dtype={options.reduce_dtype}: partial results travel as {exact} (the default) "
             f"or as {q.dtype}"
         )
+    for option, number in (("softmax_scale", options.softmax_scale), ("softcap", options.softcap)):
+        most = torch.finfo(exact).max
+        if number is not None and number > most:
+            raise ValueError(f"{option} is {number}: scores are made in {exact}, so give at most {most:.3g}")
     return local
 
 

@@ -149,6 +149,16 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         ValueError,
         ("softmax_scale is 1000", "positive and finite"),
     ),
+    "scale-beyond-accumulators": (
+        lambda m: _attend(m, softmax_scale=1e39),
+        ValueError,
+        ("softmax_scale is 1e+39", "torch.float32, so give at most 3.4e+38"),
+    ),
+    "softcap-beyond-accumulators": (
+        lambda m: _attend(m, softcap=1e39),
+        ValueError,
+        ("softcap is 1e+39", "torch.float32, so give at most 3.4e+38"),
+    ),
     "causal": (lambda m: _attend(m, causal=1), ValueError, ("causal is 1", "True or False")),
     "deterministic": (
         lambda m: _attend(m, deterministic=None, kernel="sdpa"),
