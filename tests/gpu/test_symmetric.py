@@ -96,3 +96,12 @@ def test_a_killed_rank_makes_the_others_raise_in_time(transport: str, ranks: int
         assert found, outcome.text[-4000:]
         assert float(found[1]) < 3 * seconds + 5 and "rank" in found[3]
         assert "the device is free" in outcome.text
+
+
+@pytest.mark.parametrize("gpus", [pytest.param(2, marks=two_gpus)])
+def test_with_one_hardware_queue_a_killed_rank_ends_the_others(gpus: int) -> None:
+    """Nothing can free a blocked queue that everything goes through: they end, with the reason."""
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    other, victim = run_processes(PROGRAM, ["killed", "--timeout", "4"], 2, gpus=gpus, timeout=100, env=env)
+    assert (other.code, victim.code) == (-6, -9)
+    assert re.search(r"meshattn: \w+ step \d+/\d+, \w+ #\d+: .*rank 1.* within 4 s", other.text), other.text
