@@ -40,7 +40,7 @@ class Launcher:
         """Launch on the current stream of the current device, which holds the tensors."""
         pointers = [x.data_ptr() for x in tensors]
         aligned = not any(x % 16 for x in (*pointers, *strides))
-        if INTERPRETED or not aligned or max(*numbers, *strides) > _MAX_INT:
+        if INTERPRETED or not aligned or max((*numbers, *strides)) > _MAX_INT:
             args = (*tensors, *numbers, *strides, *constants)
             self._function[grid](*args, num_warps=warps, **self._options)
             return
