@@ -158,6 +158,13 @@ def peers(head_dims: Sequence[int]) -> list[Comparison]:
     ]
 
 
+def portable(head_dims: Sequence[int]) -> list[Comparison]:
+    """The portable kernels and those that also run on other GPUs than Hopper, at 16k and 4k."""
+    kernels = {name: OTHERS[name] for name in ("triton", "triton-dash", "fa2", "fa2-deterministic", "flex")}
+    pairs = [pair for pair in AGAINST_OTHERS if pair[0] in kernels]
+    return [_compare(case, kernels, pairs) for case in _squares(head_dims, (16384, 4096))]
+
+
 def lengths(head_dims: Sequence[int]) -> list[Comparison]:
     """Ours, FlashAttention-4 and cuDNN at the lengths that ``peers`` leaves out."""
     return [
@@ -225,6 +232,7 @@ def _squares(head_dims: Sequence[int], rows: Sequence[int]) -> list[Case]:
 SUITES = {
     "quick": quick,
     "peers": peers,
+    "portable": portable,
     "lengths": lengths,
     "schedules": schedules,
     "groups": groups,

@@ -5,9 +5,9 @@ state.
     python benchmarks/kernels.py --suite all                everything, minutes
     python benchmarks/kernels.py --join a.jsonl b.jsonl     one report of several runs
 
-Suites: quick; peers (all kernels); lengths (1k to 32k); schedules (each backward schedule); groups (GQA and
-MQA against MHA); blocks (blocks of a mesh step, merging and adding); launch (host time of a
-call, CUDA graphs).
+Suites: quick; peers (all kernels); portable (those for any GPU); lengths (1k to 32k); schedules (each backward
+schedule); groups (GQA and MQA against MHA); blocks (blocks of a mesh step, merging and adding); launch (host
+time of a call, CUDA graphs).
 
 Every kernel is first checked against float64 at the shape that is timed; one that fails is reported and not
 timed. Records are written after each comparison, so that a run that is cut off leaves what it has measured.

@@ -47,8 +47,8 @@ class Repeats:
             raise RuntimeError(f"{ours.case}: {ours.kernel.name} left numbers that are not finite")
 
     def run(self) -> list[Tensor]:
-        """Everything that a forward and a backward leave: in accumulators, and as finished results where
-        these are written by other code of the kernel."""
+        """Everything that two blocks leave, the second merged with and added to the first, and finished
+        results of one block where other code of the kernel writes these."""
         ours = self._ours
         finished: Iterable[Tensor] = ()
         if ours.kernel.writes_finished:
@@ -58,8 +58,9 @@ class Repeats:
         accumulators = [*ours.out.values(), *ours.dq.values(), *ours.dkv.values()]
         for x in accumulators:
             x.fill_(torch.nan)
-        ours.forward()
-        ours.backward()
+        for first in (True, False):
+            ours.forward(first)
+            ours.backward(first)
         return [*accumulators, *finished]
 
     def differ(self, now: list[Tensor]) -> Tensor:
