@@ -69,12 +69,13 @@ class Book:
         }
 
 
-def publish(name: str, runs: Sequence[Run], folder: Path) -> Path:
-    """Write records, picture and report of these runs; returns the path of the report."""
+def publish(name: str, runs: Sequence[Run], folder: Path, notes: Sequence[str] = ()) -> Path:
+    """Write records, picture and report of these runs, with ``notes`` as its first paragraphs; returns the
+    path of the report."""
     folder.mkdir(parents=True, exist_ok=True)
     picture = report_path(name, runs, folder).with_suffix(".png")
     drawn = draw(_rates_by_case(Book(runs)), picture)
-    return write(name, runs, render(runs, picture.name if drawn else None), folder)
+    return write(name, runs, render(runs, picture.name if drawn else None, notes), folder)
 
 
 def load(path: Path) -> Run:
@@ -88,13 +89,14 @@ def load(path: Path) -> Run:
     return machine, [Record(**{name: line[name] for name in names}) for line in lines]
 
 
-def render(runs: Sequence[Run], picture: str | None = None) -> str:
+def render(runs: Sequence[Run], picture: str | None = None, notes: Sequence[str] = ()) -> str:
     """The Markdown report; ``picture`` is the name of a file beside it."""
     book = Book(runs)
     parts = [
         "# Attention kernels",
         *dict.fromkeys(machine.describe() for machine, _ in runs),
         METHOD,
+        *notes,
         *_section("What was wanted", _wanted(book)),
         *([f"![TF/s by length]({picture})"] if picture else []),
     ]

@@ -5,9 +5,9 @@ state.
     python benchmarks/kernels.py --suite all                everything, minutes
     python benchmarks/kernels.py --join a.jsonl b.jsonl     one report of several runs
 
-Suites: quick; peers (all kernels); portable (those for any GPU); lengths (1k to 32k); schedules (each backward
-schedule); groups (GQA and MQA against MHA); blocks (blocks of a mesh step, merging and adding); launch (host
-time of a call, CUDA graphs).
+Suites: quick; peers (all kernels); portable (those for any GPU); lengths (1k to 32k); schedules (each
+backward schedule); groups (GQA and MQA against MHA); blocks (blocks of a mesh step, merging and adding);
+launch (host time of a call, CUDA graphs).
 
 Every kernel is first checked against float64 at the shape that is timed; one that fails is reported and not
 timed. Records are written after each comparison, so that a run that is cut off leaves what it has measured.
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     folder = Path(options.out)
     if options.join:
         runs = [load(Path(name)) for name in options.join]
-        print(f"written to {publish('kernels', runs, folder)}")
+        print(f"written to {publish('kernels', runs, folder, options.note)}")
         return
     device = torch.device(options.device)
     clock: Clock = CudaClock() if device.type == "cuda" else HostClock()
@@ -109,6 +109,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--join", nargs="+", metavar="JSONL", help="render one report of these runs, time nothing"
     )
+    parser.add_argument("--note", action="append", default=[], help="a paragraph of the joined report")
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),

@@ -318,8 +318,9 @@ def test_runs_are_joined(tmp_path: Path) -> None:
         records = [forward_ratio(shapes.of_hidden(head_dim, True, 16384), 1.1)]
         kernel_report.publish(name, [(machine, records)], tmp_path)
         paths.append(str(tmp_path / f"2026-11-29-{name}.jsonl"))
-    kernels.main(["--join", *paths, "--out", str(tmp_path)])
+    kernels.main(["--join", *paths, "--out", str(tmp_path), "--note", "One run was cut off."])
     text = (tmp_path / "2026-11-29-kernels.md").read_text()
+    assert "\n\nOne run was cut off.\n\n" in text
     assert "commit first" in text and "commit second" in text
     assert "D128, 16k" in text and "D64, 16k" in text
     lines = (tmp_path / "2026-11-29-kernels.jsonl").read_text().splitlines()
