@@ -131,7 +131,7 @@ def backward(
     dtype: str = "bf16",
 ) -> Variant:
     head_dim_v = head_dim_v or head_dim
-    d_tile, dv_tile = head_tile(head_dim), head_tile(head_dim_v)
+    d_tile, dv_tile = bind.backward_tiles(head_dim, head_dim_v)
     q_tile = 64 if max(d_tile, dv_tile) == 128 else 128
     segment = segment_of(head_dim)
     types = {
@@ -139,7 +139,7 @@ def backward(
         "do_desc": tile(dtype, 1, 1, q_tile, dv_tile),
         "k_desc": tile(dtype, 1, 1, KV_TILE, d_tile),
         "v_desc": tile(dtype, 1, 1, KV_TILE, dv_tile),
-        "dq_desc": tile("fp32", 1, q_tile, d_tile // segment, segment),
+        "dq_desc": tile("fp32", 1, 64, 64 // segment, segment),
         "init_desc": tile("fp32", q_tile),
         "dk_ptr": f"*{dtype}" if finished else "*fp32",
         "dv_ptr": f"*{dtype}" if finished else "*fp32",
@@ -160,7 +160,7 @@ def backward(
     traits["unordered"] = not ordered
     named = " ".join(trait for trait, here in traits.items() if here)
     name = f"backward {dtype} D{head_dim} D_v{head_dim_v} {MASKS[mask]} {named}"
-    return Variant(name, backward_kernel, 8, types, constants)
+    return Variant(name, backward_kernel, 4, types, constants)
 
 
 def small_kernels() -> Iterator[Variant]:

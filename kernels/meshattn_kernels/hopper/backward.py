@@ -16,21 +16,22 @@ that no row vector stays live beside dK and dV; 240 registers are the wall. ``pr
 Those of padding and of rows that see no key start at -inf and give p = 0 without a mask. The factor scale of
 dK and dQ is applied when they are finished.
 
-Three partitions: 8 math warps (backward_math.py), one warp that loads by TMA, one that writes dQ. Only the
-writer waits for other thread blocks (ordered_add.py), in the order of a table (dash.py, arXiv 2601.21824).
+Four partitions: two of 4 math warps each (backward_math.py), one warp that loads by TMA, one that writes dQ.
+Only the writer waits for other thread blocks (ordered_add.py), in the order of a table (dash.py, arXiv
+2601.21824).
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from meshattn_kernels.hopper.backward_math import LOAD, math_partition
+from meshattn_kernels.hopper.backward_math import LOAD, math_partition_0, math_partition_1
 from meshattn_kernels.hopper.masks import Rows
 from meshattn_kernels.hopper.ordered_add import writer_partition
 from meshattn_kernels.hopper.shim import aggregate, load_tile, new_barriers, reinterpret
 
-WORKER_REGISTERS = gl.constexpr(24)
-"""Of the load and the writer warp; the math warps get 240."""
+MATH_REGISTERS, WORKER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+"""Of a thread of the math warps, and of the load and the writer warp."""
 
 
 @aggregate
@@ -43,24 +44,25 @@ class Memory:
     do: gl.shared_memory_descriptor  # [STAGES, Q_TILE, DV_TILE]
     score_init: gl.shared_memory_descriptor  # fp32 [STAGES, Q_TILE]
     dprob_init: gl.shared_memory_descriptor  # fp32 [STAGES, Q_TILE]
-    ds: gl.shared_memory_descriptor  # [KV_TILE, Q_TILE]
-    dq: gl.shared_memory_descriptor  # fp32 [Q_TILE, D_TILE], see dq_shared_layout
+    ds: gl.shared_memory_descriptor  # [STAGES, KV_TILE, Q_TILE]
+    dq: gl.shared_memory_descriptor  # fp32 [2, 64, 64], see dq_shared_layout
     kv_full: gl.shared_memory_descriptor
     kv_empty: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor  # [STAGES, 1]
     q_empty: gl.shared_memory_descriptor  # [STAGES, 1]
+    ds_full: gl.shared_memory_descriptor  # [STAGES, 1]
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
         self, k, v, q, do, score_init, dprob_init, ds, dq,
-        kv_full, kv_empty, q_full, q_empty, dq_full, dq_empty,
+        kv_full, kv_empty, q_full, q_empty, ds_full, dq_full, dq_empty,
     ):  # fmt: skip
         self.k, self.v, self.q, self.do = k, v, q, do
         self.score_init, self.dprob_init, self.ds, self.dq = score_init, dprob_init, ds, dq
         self.kv_full, self.kv_empty, self.q_full, self.q_empty = kv_full, kv_empty, q_full, q_empty
-        self.dq_full, self.dq_empty = dq_full, dq_empty
+        self.ds_full, self.dq_full, self.dq_empty = ds_full, dq_full, dq_empty
 
 
 @aggregate
@@ -174,11 +176,11 @@ def backward_kernel(
         gl.allocate_shared_memory(do_desc.dtype, [STAGES, Q_TILE, DV_TILE], TILE_LAYOUT),
         gl.allocate_shared_memory(gl.float32, [STAGES, Q_TILE], init_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, Q_TILE], init_desc.layout),
-        gl.allocate_shared_memory(k_desc.dtype, [KV_TILE, Q_TILE], TILE_LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [Q_TILE, D_TILE], DQ_LAYOUT),
-        new_barriers(1, 1).index(0), new_barriers(1, 1).index(0),
-        new_barriers(STAGES, 1), new_barriers(STAGES, 1),
-        new_barriers(1, 1).index(0), new_barriers(1, 1).index(0),
+        gl.allocate_shared_memory(k_desc.dtype, [STAGES, KV_TILE, Q_TILE], TILE_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [2, 64, 64], DQ_LAYOUT),
+        new_barriers(1, 1).index(0), new_barriers(1, 2).index(0),
+        new_barriers(STAGES, 1), new_barriers(STAGES, 2), new_barriers(STAGES, 2),
+        new_barriers(1, 2).index(0), new_barriers(1, 1).index(0),
     )  # fmt: skip
     rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
     gradients = Gradients(
@@ -186,10 +188,12 @@ def backward_kernel(
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize([
-        (math_partition, (gradients, worker_start, tasks, steps, rows, scale, memory,
-                          HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, PARTS)),
+        (math_partition_0, (gradients, worker_start, tasks, steps, rows, scale, memory,
+                            HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, PARTS)),
+        (math_partition_1, (gradients, worker_start, tasks, steps, rows, scale, memory,
+                            HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, PARTS)),
         (load_partition, (q_desc, do_desc, k_desc, v_desc, init_desc, worker_start, tasks, steps,
                           heads, kv_heads, num_q_tiles, num_rows, memory)),
         (writer_partition, (dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
                             FIRST_DQ, ORDERED)),
-    ], [1, 1], [WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
+    ], [4, 1, 1], [MATH_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip

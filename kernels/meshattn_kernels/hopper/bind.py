@@ -38,7 +38,7 @@ PART_ROWS = 4
 STAGES = 2
 
 _forward = Kernel(forward_kernel, num_warps=4)
-_backward = Kernel(backward_kernel, num_warps=8, cooperative=True)
+_backward = Kernel(backward_kernel, num_warps=4, cooperative=True)
 _prepare = Kernel(prepare_kernel, num_warps=4)
 _finish_dq = Kernel(finish_dq_kernel, num_warps=4)
 _finish_dkv = Kernel(finish_dkv_kernel, num_warps=4)
@@ -79,6 +79,13 @@ def bind_forward(
     return _keeping(launch, plan)
 
 
+def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Columns of a tile of q, k and of v, do. The halves of dq are 64 columns wide where query tiles have 64
+    rows."""
+    dv_tile = head_tile(head_dim_v)
+    return max(head_tile(head_dim), dv_tile), dv_tile
+
+
 def bind_backward(
     plan: BackwardPlan,
     inputs: tuple[Tensor, ...],
@@ -104,7 +111,7 @@ def bind_backward(
         ),
         {"BLOCK": PREPARE_BLOCK},
     )  # fmt: skip
-    d_tile, dv_tile = head_tile(call.head_dim), head_tile(call.head_dim_v)
+    d_tile, dv_tile = backward_tiles(call.head_dim, call.head_dim_v)
     segment = segment_of(call.head_dim)
     dq_shape = (table.heads, call.rows_q, call.head_dim // segment, segment)
     dq_strides = (call.rows_q * call.head_dim, call.head_dim, segment, 1)
@@ -116,7 +123,7 @@ def bind_backward(
         (
             tiles_of(q, n_q, q_tile, d_tile), tiles_of(do, n_q, q_tile, dv_tile),
             tiles_of(k, n_k, KV_TILE, d_tile), tiles_of(v, n_k, KV_TILE, dv_tile),
-            descriptor(dq, dq_shape, dq_strides, (1, q_tile, d_tile // segment, segment)),
+            descriptor(dq, dq_shape, dq_strides, (1, 64, 64 // segment, segment)),
             descriptor(init, (2 * plan.num_rows,), (1,), (q_tile,)),
             dk, dv, dk_parts, dv_parts, mask.start, mask.end,
             counters, mailbox(),

@@ -3,9 +3,11 @@
 """Row intervals inside the kernels: which tiles need a mask, and the mask.
 
 Row s sees the keys start(s) <= t < end(s), both non-decreasing in s. So the rows s0 .. s1 see all keys of a
-tile if start(s1) <= the first and the last < end(s0), and only other tiles pay for a mask. MASK says where
-the bounds come from: FULL, every row sees every key and no tile needs a mask; BAND, from s - t between lo
-and hi; ARRAY, from two int32 arrays."""
+tile if start(s1) <= the first and the last < end(s0), and only other tiles pay for a mask. Seen from a key
+it is the same: key t is seen by a range of rows whose bounds do not decrease in t. The forward, which stays
+with its rows, asks for keys; the backward, which stays with its keys, asks for rows. MASK says where the
+bounds come from: FULL, every row sees every key and no tile needs a mask; BAND, from s - t between lo and hi;
+ARRAY, from two int32 arrays."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -15,6 +17,8 @@ from meshattn_kernels.hopper.shim import aggregate
 FULL = gl.constexpr(0)
 BAND = gl.constexpr(1)
 ARRAY = gl.constexpr(2)
+NEVER = gl.constexpr(2**31 - 1)
+"""A row that does not exist."""
 
 
 @aggregate
@@ -22,7 +26,7 @@ class Rows:
     """The intervals of a call as kernel arguments; with a band the pointers are not read, else lo and hi
     not."""
 
-    start: gl.tensor  # pointers to int32 [C_q]
+    start: gl.tensor  # pointers to int32 [C_q]; in the backward [C_k]: first row of each key, and one more
     end: gl.tensor
     lo: gl.tensor
     hi: gl.tensor
@@ -66,3 +70,17 @@ def row_ends(rows, row, MASK: gl.constexpr):
     else:
         end = gl.minimum(row - rows.lo + 1, rows.n_k)
     return end
+
+
+@gluon.jit
+def key_bounds(rows, key, MASK: gl.constexpr):
+    """First row that sees each key (or one key), and the row after the last. Padding keys are seen by
+    none."""
+    if MASK == ARRAY:
+        at = gl.minimum(key, rows.n_k - 1)
+        first = gl.load(rows.start + at)
+        end = gl.load(rows.end + at)
+    else:
+        first = key + rows.lo
+        end = key + rows.hi + 1
+    return gl.where(key < rows.n_k, first, NEVER), gl.where(key < rows.n_k, end, 0)

@@ -66,32 +66,42 @@ def segment_of(head_dim):
 
 
 @gluon.constexpr_function
-def column_order(d_tile, segment):
-    """Which bit of a column is bit 0, 1, ... of its place in a row of dq: never mixes columns of two
-    segments."""
-    if d_tile == 128:
-        return [0, 3, 1, 2, 4, 5, 6]
+def column_order(segment):
+    """Which bit of a column is bit 0, 1, ... of its place in a row of dq; higher bits keep their place. Never
+    mixes columns of two segments."""
     return [0, 3, 1, 4, 2, 5] if segment == 32 else [0, 3, 1, 2, 4, 5]
 
 
 @gluon.constexpr_function
-def dq_shared_layout(q_tile, d_tile, segment):
-    """How a tile of dq lies in shared memory: each thread stores whole 16-byte vectors, without bank
-    conflicts.
+def dq_shared_layout(segment):
+    """How half a tile of dq, 64 rows by 64 columns, lies in shared memory: each thread stores whole 16-byte
+    vectors, without bank conflicts.
 
     Entry i is the (row, column) that bit i of the offset stands for. Columns are permuted inside a row, so
     that two pairs that one thread holds (columns c and c + 8) meet; then come rows. On its way out TMA swaps
     16-byte units inside a line by XOR of offset bits 2, 3, .. with bits 5, 6, ..; the same XOR here makes
     global memory plain. With segments of 32 the lanes that store together (two rows, four vectors each) hit
     all banks."""
-    plain = [[0, 1 << bit] for bit in column_order(d_tile, segment)]
-    row = 1
-    while row < q_tile:
-        plain.append([row, 0])
-        row *= 2
+    plain = [[0, 1 << bit] for bit in column_order(segment)] + [[1 << bit, 0] for bit in range(6)]
     for bit in (5, 6, 7) if segment == 32 else (5, 6):
         plain[bit] = [plain[bit][0] ^ plain[bit - 3][0], plain[bit][1] ^ plain[bit - 3][1]]
     return gl.SharedLinearLayout(plain, [], 1024)
+
+
+@gluon.jit
+def half_of_tile(dq_desc, memory, q_tile, INDEX: gl.constexpr):
+    """Memory of half a tile of dq and where it begins: rows and segments."""
+    Q_TILE: gl.constexpr = memory.q.shape[1]
+    SEGMENT: gl.constexpr = dq_desc.block_shape[3]
+    SEGMENTS: gl.constexpr = dq_desc.block_shape[2]
+    source = reinterpret(memory.dq.index(INDEX), [1, 64, SEGMENTS, SEGMENT], dq_desc.layout)
+    row = q_tile * Q_TILE
+    segment = 0
+    if Q_TILE == 64:
+        segment = INDEX * SEGMENTS
+    else:
+        row += INDEX * 64
+    return source, row, segment
 
 
 @gluon.jit
@@ -99,12 +109,8 @@ def writer_partition(
     dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
     FIRST: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """One warp: adds each dq tile to global memory when its turn has come."""
-    Q_TILE: gl.constexpr = memory.q.shape[1]
-    SEGMENT: gl.constexpr = dq_desc.block_shape[3]
-    SEGMENTS: gl.constexpr = memory.q.shape[2] // SEGMENT
+    """One warp: adds each tile of dq to global memory when its turn has come."""
     worker = gl.program_id(0)
-    source = reinterpret(memory.dq, [1, Q_TILE, SEGMENTS, SEGMENT], dq_desc.layout)
     step = 0
     for task in range(gl.load(worker_start + worker), gl.load(worker_start + worker + 1)):
         head = gl.load(tasks + task * 8)
@@ -119,13 +125,15 @@ def writer_partition(
             mbarrier.wait(memory.dq_full, step & 1)
             if ORDERED:
                 wait_for_turn(counter, turn, mailbox)
-            if FIRST and ORDERED:
-                if turn == 0:  # the first turn overwrites: dq needs no zero fill
-                    tma.async_copy_shared_to_global(dq_desc, [head, q_tile * Q_TILE, 0, 0], source)
+            for index in gl.static_range(2):
+                source, row, segment = half_of_tile(dq_desc, memory, q_tile, index)
+                if FIRST and ORDERED:
+                    if turn == 0:  # the first turn overwrites: dq needs no zero fill
+                        tma.async_copy_shared_to_global(dq_desc, [head, row, segment, 0], source)
+                    else:
+                        tma_reduce_add(dq_desc, [head, row, segment, 0], source)
                 else:
-                    tma_reduce_add(dq_desc, [head, q_tile * Q_TILE, 0, 0], source)
-            else:
-                tma_reduce_add(dq_desc, [head, q_tile * Q_TILE, 0, 0], source)
+                    tma_reduce_add(dq_desc, [head, row, segment, 0], source)
             tma.store_wait(0)  # shared memory has been read: the buffer is free
             mbarrier.arrive(memory.dq_empty, count=1)
             if ORDERED:

@@ -80,7 +80,8 @@ def head_tile(head_dim: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Intervals as kernel arguments: ``start`` and ``end`` on the device for ARRAY, else anything."""
+    """Intervals as kernel arguments: ``start`` and ``end`` on the device for ARRAY, else anything. In the
+    forward the keys of each row, in the backward the rows of each key."""
 
     kind: int
     start: Tensor
@@ -190,9 +191,13 @@ def _of(make: Callable[[Intervals, Call], Plan], arrays: ArrayIntervals, call: C
     return plan
 
 
-def _mask(intervals: Intervals, device: torch.device) -> Mask:
+def _mask(intervals: Intervals, device: torch.device, *, of_keys: bool) -> Mask:
     if isinstance(intervals, ArrayIntervals):
         start, end = (bound.to(device).contiguous() for bound in (intervals.start, intervals.end))
+        if of_keys:
+            key = torch.arange(intervals.n_k, dtype=torch.int32, device=device)
+            bounds = (end[: intervals.n_q], start[: intervals.n_q])
+            start, end = (torch.searchsorted(bound, key, right=True, out_int32=True) for bound in bounds)
         return Mask(ARRAY, start, end, 0, 0)
     unused = torch.zeros(1, dtype=torch.int32, device=device)
     all_visible = intervals.n_q > 0 and intervals.row_block(0, intervals.n_q).is_visible(0, intervals.n_k)
@@ -202,7 +207,7 @@ def _mask(intervals: Intervals, device: torch.device) -> Mask:
 
 def _make_forward(intervals: Intervals, call: Call) -> ForwardPlan:
     device = torch.device("cuda", call.device)
-    mask = _mask(intervals, device)
+    mask = _mask(intervals, device, of_keys=False)
     tiling = _FORWARD[call.head_tile, mask.kind == FULL]
     starts, tasks = forward_tasks(intervals, call, tiling.block)
     return ForwardPlan(
@@ -262,7 +267,7 @@ def _key_ranges(intervals: Intervals, rows: int, block: int) -> list[tuple[int, 
 
 def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
     device = torch.device("cuda", call.device)
-    mask = _mask(intervals, device)
+    mask = _mask(intervals, device, of_keys=True)
     q_tile = 64 if call.head_tile == 128 else 128
     ranges = visible_ranges(intervals, call.rows_q, call.rows_k, q_tile, KV_TILE)
     heads, kv_heads = call.batch * call.heads, call.batch * call.kv_heads

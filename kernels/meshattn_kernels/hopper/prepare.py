@@ -49,8 +49,9 @@ def finish_dq_kernel(
     value = tl.load(tile + row[:, None] * HEAD_DIM + column[None, :], mask=mask) * scale
     value = value.to(dq_ptr.dtype.element_ty)
     # From the highest bit of the place to the lowest, the bits of the column are ...
-    if D_TILE == 64 and SEGMENT == 32:  # 5 2 4 1 3 0
-        value = tl.permute(tl.reshape(value, (ROWS, 2, 2, 2, 2, 2, 2)), (0, 1, 3, 5, 2, 4, 6))
+    if SEGMENT == 32:  # .. 5 2 4 1 3 0
+        value = tl.reshape(value, (ROWS, D_TILE // 32, 2, 2, 2, 2, 2))
+        value = tl.permute(value, (0, 1, 3, 5, 2, 4, 6))
     else:  # .. 4 2 1 3 0
         value = tl.permute(tl.reshape(value, (ROWS, D_TILE // 16, 4, 2, 2)), (0, 1, 3, 2, 4))
     value = tl.reshape(value, (ROWS, D_TILE))
