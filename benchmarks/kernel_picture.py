@@ -62,7 +62,9 @@ def draw(rates: Rates, path: Path) -> bool:
             ax.grid(alpha=0.3)
         axes[row][0].set_ylabel("TF/s")
         axes[row][0].set_ylim(0, 1.05 * axes[row][0].get_ylim()[1])
-        axes[row][-1].legend(fontsize=7)
+        lines = {line.get_label(): line for ax in axes[row] for line in ax.get_lines()}
+        names = [kernel for kernel in COLOURS if kernel in lines]
+        axes[row][-1].legend([lines[name] for name in names], names, fontsize=7)
     figure.suptitle("TF/s by sequence length; dashed: backward not deterministic", fontsize=11)
     figure.savefig(path, dpi=110)
     return True
