@@ -101,7 +101,7 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
         ("sm80", 128): Tiling(64, 64, stages=3, warps=8),
         ("sm80", 256): Tiling(32, 32, stages=3, warps=8),
         ("small", 64): Tiling(32, 128, stages=3, warps=8),
-        ("small", 128): Tiling(64, 64, stages=3, warps=8),
+        ("small", 128): Tiling(32, 64, stages=3, warps=8),
         ("small", 256): Tiling(32, 32, stages=3, warps=8),
     },
 }
@@ -125,7 +125,7 @@ _SINGLE: dict[Pass, dict[int, Tiling]] = {
     "dash": {
         64: Tiling(32, 32, stages=1, warps=8),
         128: Tiling(16, 32, stages=2, warps=8),
-        256: Tiling(16, 16, stages=1, warps=8),
+        256: Tiling(16, 16, stages=2, warps=8),
     },
 }
 _INTERPRETER: dict[Pass, Tiling] = {
