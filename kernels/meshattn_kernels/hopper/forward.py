@@ -7,8 +7,8 @@ own (one warpgroup), so that consumers drift apart and one does softmax while an
 busy; no barrier orders them. One more warp loads by TMA. Tiles of keys are visited from the last to the
 first: the diagonal of a causal mask comes at the start.
 
-To the online softmax (FlashAttention-2, arXiv 2307.08691) the accumulator of earlier blocks is one more tile
-of keys, the last: a row with normalised out and log-sum-exp lse has maximum lse, sum 1, weighted sum out."""
+The online softmax (FlashAttention-2, arXiv 2307.08691) goes on from the accumulator of earlier blocks: a row
+with normalised out and log-sum-exp lse continues as a row with maximum lse, sum 1 and weighted sum out."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -74,6 +74,14 @@ def load_partition(q_desc, k_desc, v_desc, out_desc, worker_start, tasks, memory
         block = gl.load(row + 3)
         first_tile = gl.load(row + 4)
         num_tiles = gl.load(row + 5)
+        if not FIRST:  # before q: its place is free long before that of q
+            for c in gl.static_range(CONSUMERS):
+                mbarrier.wait(memory.out_empty.index(c), (task_number & 1) ^ 1)
+                mbarrier.expect(memory.out_full.index(c), ROWS * DV_TILE * 4)
+                load_tile(
+                    out_desc, [batch, head, (block * CONSUMERS + c) * ROWS, 0], memory.out_full.index(c),
+                    reinterpret(memory.out.index(c), [1, 1, ROWS, DV_TILE], out_desc.layout),
+                )  # fmt: skip
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(memory.q_empty.index(c), (task_number & 1) ^ 1)
             mbarrier.expect(memory.q_full.index(c), ROWS * D_TILE * 2)
@@ -97,14 +105,6 @@ def load_partition(q_desc, k_desc, v_desc, out_desc, worker_start, tasks, memory
                 v_desc, [batch, kv_head, key, 0], memory.v_full.index(stage),
                 reinterpret(memory.v.index(stage), [1, 1, KV_TILE, DV_TILE], v_desc.layout),
             )  # fmt: skip
-            if not FIRST and i == gl.minimum(STAGES, num_tiles) - 1:  # needed at the end only
-                for c in gl.static_range(CONSUMERS):
-                    mbarrier.wait(memory.out_empty.index(c), (task_number & 1) ^ 1)
-                    mbarrier.expect(memory.out_full.index(c), ROWS * DV_TILE * 4)
-                    load_tile(
-                        out_desc, [batch, head, (block * CONSUMERS + c) * ROWS, 0], memory.out_full.index(c),
-                        reinterpret(memory.out.index(c), [1, 1, ROWS, DV_TILE], out_desc.layout),
-                    )  # fmt: skip
             step += 1
         task_number += 1
 
@@ -184,15 +184,25 @@ def consumer(
         num_tiles = gl.load(task_row + 5)
         common_start, common_end = common_keys(rows, first_row, ROWS, MASK)
         key = (first_tile + num_tiles - 1) * KV_TILE
-        if not FIRST:  # here, where nothing waits for it
-            lse_at, lse_mask = lse_addresses(output, task_row, first_row, rows.n_q, S_ROW)
-            earlier_max = gl.load(lse_at, mask=lse_mask, other=float("-inf")) * LOG2E
         mbarrier.wait(memory.q_full.index(INDEX), task_number & 1)
         q = memory.q.index(INDEX)
         scores = issue_scores(q, memory, step)
-        out = gl.zeros((ROWS, DV_TILE), gl.float32, O_LAYOUT)
-        row_max = gl.full((ROWS,), MAX_START, gl.float32, S_ROW)
-        row_sum = gl.full((ROWS,), 0.0, gl.float32, S_ROW)
+        # The accumulator is read while the first product runs: a use before it would wait for all of these
+        # loads.
+        if FIRST:
+            out = gl.zeros((ROWS, DV_TILE), gl.float32, O_LAYOUT)
+            row_max = gl.full((ROWS,), MAX_START, gl.float32, S_ROW)
+            row_sum = gl.full((ROWS,), 0.0, gl.float32, S_ROW)
+        else:
+            lse_at, lse_mask = lse_addresses(output, task_row, first_row, rows.n_q, S_ROW)
+            lse = gl.load(lse_at, mask=lse_mask, other=float("-inf"))
+            mbarrier.wait(memory.out_full.index(INDEX), task_number & 1)
+            out = memory.out.index(INDEX).load(O_LAYOUT)
+            # TMA writes the next tile there: without the fence it may overtake these reads, another proxy's.
+            fence_async_shared()
+            mbarrier.arrive(memory.out_empty.index(INDEX), count=1)
+            row_max = gl.maximum(lse * LOG2E, MAX_START)
+            row_sum = gl.where(lse > float("-inf"), 1.0, 0.0)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(memory.k_empty.index(step % STAGES), count=1)
         if CARRY_PROBS:
@@ -200,6 +210,8 @@ def consumer(
                 scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale, MASK
             )
             probs = probs.to(memory.v.dtype)
+            if not FIRST:
+                out = out * gl.convert_layout(rescale, O_ROW)[:, None]
             for _i in range(1, num_tiles):
                 key -= KV_TILE
                 scores = issue_scores(q, memory, step + 1)
@@ -236,17 +248,6 @@ def consumer(
         out = warpgroup_mma_wait(0, deps=[issue_output(probs, out, memory, step)])
         mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
         step += 1
-        if not FIRST:  # earlier blocks are one more tile, with sum 1 relative to the maximum lse
-            new_max = gl.maximum(row_max, earlier_max)
-            rescale = gl.exp2(row_max - new_max)
-            weight = gl.exp2(earlier_max - new_max)
-            row_sum = row_sum * rescale + weight
-            row_max = new_max
-            mbarrier.wait(memory.out_full.index(INDEX), task_number & 1)
-            earlier = memory.out.index(INDEX).load(O_LAYOUT)
-            mbarrier.arrive(memory.out_empty.index(INDEX), count=1)
-            out = out * gl.convert_layout(rescale, O_ROW)[:, None]
-            out += earlier * gl.convert_layout(weight, O_ROW)[:, None]
         task_number += 1
         # Padding rows saw what their q, read as zero, would see: they are written as empty, or not at all.
         written = output.rows if FIRST else rows.n_q
