@@ -53,6 +53,7 @@ class Agreement:
         self._timeout = timeout
         self._round = 0
         self.calls = 0
+        self.compared = 0
         self._counts: Counter[str] = Counter()
         self._last = ("", "", 0)  # signature, action, and how many of that action in a row
         self._next: OrderedDict[tuple[str, str, int], str] = OrderedDict()
@@ -98,6 +99,7 @@ class Agreement:
         except Exception:
             self._forget()
             raise
+        self.compared += 1
 
     def _forget(self) -> None:
         """All ranks come by here after a failure: they forget what they did differently, or some would

@@ -205,7 +205,7 @@ def attend(
         if len(seq.ready) > _KEPT_CALLS:
             seq.ready.popitem(last=False)
     else:
-        mesh.agreement.enter(name, ready.statement)
+        mesh.agreement.enter(name, _sequences(seq, keys) | ready.statement)
     q, k, v = autocast(q, k, v)
     q, k, v = seq.without_gaps(q), keys.without_gaps(k), keys.without_gaps(v)
     out, lse = _Attention.apply(q, k, v, sinks, mesh, ready.call)  # type: ignore[no-untyped-call]
@@ -258,8 +258,8 @@ def _make_ready(
         if isinstance(sequence, ShardedSequence):
             sequence.agree(error)
     # Ranks with other GPUs or versions may choose other kernels, whose accumulators do not fit together.
-    statement = _statement(q, k, v, seq, keys, sinks, options) | {"kernel": chosen}
-    mesh.agreement.enter(name, statement, error)
+    statement = _statement(q, k, v, sinks, options) | {"kernel": chosen}
+    mesh.agreement.enter(name, _sequences(seq, keys) | statement, error)
     ring = Tile(1, mesh.size) if name == "ring_attention" else None
     return _Ready(_plan(mesh, masks, q, k, v, options, local, ring), statement)
 
@@ -295,17 +295,19 @@ def _check_kernel(options: Options, q: Tensor, v: Tensor, masks: BlockMasks) -> 
     return local
 
 
-def _statement(
-    q: Tensor, k: Tensor, v: Tensor, seq: ShardedSequence, keys: object, sinks: object, options: Options
-) -> dict[str, str]:
-    """What must be the same on all ranks."""
+def _sequences(seq: ShardedSequence, keys: object) -> dict[str, str]:
+    if keys is seq:
+        return {"sequence": seq.stated}
+    kv_words = keys.stated if isinstance(keys, ShardedSequence) else f"a {type(keys).__name__}"
+    return {"sequence": seq.stated, "kv_seq": kv_words}
+
+
+def _statement(q: Tensor, k: Tensor, v: Tensor, sinks: object, options: Options) -> dict[str, str]:
+    """What must be the same on all ranks, beside the sequences."""
     tensors = {name: words_of(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
     if sinks is not None:
         tensors["sinks"] = words_of(sinks)
-    sequences = {"sequence": seq.stated}
-    if keys is not seq:
-        sequences["kv_seq"] = keys.stated if isinstance(keys, ShardedSequence) else f"a {type(keys).__name__}"
-    return sequences | tensors | options.words()
+    return tensors | options.words()
 
 
 def _plan(

@@ -51,7 +51,8 @@ class ShardedSequence:
         self.mesh = mesh
         self.layout = Layout(layout, seq_len, mesh.size, rows)
         self.documents = _documents(seq_len, cu_seqlens, document_lengths)
-        self._agreed = self.documents is None
+        # How many sequences the ranks had agreed on with this one.
+        self._agreed = None if self.documents is not None else 0
         self._gaps: dict[torch.device, Tensor] = {}
         self._masks: OrderedDict[object, BlockMasks] = OrderedDict()
         self.ready: OrderedDict[object, Any] = OrderedDict()  # checked calls, by their looks; see attention
@@ -85,8 +86,14 @@ class ShardedSequence:
 
     @property
     def stated(self) -> str:
-        """What all ranks compare at every call: all but the documents, which differ from step to step."""
-        return self._words("" if self.documents is None else " in documents")
+        """What all ranks compare at every call: which documents by how long ago they were agreed on, so that
+        new ones in every step are the same words."""
+        if self.documents is None:
+            return self._words("")
+        if self._agreed is None:
+            return self._words(" in documents")
+        ago = self.mesh.agreement.compared - self._agreed
+        return self._words(f" in the documents agreed on {ago} sequences ago")
 
     def _words(self, packed: str) -> str:
         return (
@@ -99,13 +106,13 @@ class ShardedSequence:
 
         Raises on every rank if they differ, or if one of them has an ``error``.
         """
-        if self._agreed:
+        if self._agreed is not None:
             return
         stated = {"sequence": repr(self)}
         if self.documents is not None:
             stated["documents (digest of cu_seqlens and document_lengths)"] = self.documents.digest
         self.mesh.agreement.compare("the documents of a sequence", stated, error)
-        self._agreed = True
+        self._agreed = self.mesh.agreement.compared
 
     def shard(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """This rank's rows of a tensor that holds the whole sequence.

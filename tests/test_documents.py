@@ -13,7 +13,7 @@ from torch import Tensor
 import meshattn as ma
 from distributed import LAYOUTS, Packed
 from meshattn import masks
-from meshattn.agreement import Agreement
+from meshattn.agreement import Agreement, RankMismatchError
 from meshattn.documents import Documents, PackedDocuments
 from meshattn.layouts import LayoutKind
 from meshattn.mesh import AttentionMesh
@@ -210,6 +210,26 @@ def test_an_error_of_one_rank_beside_new_documents_is_everybodys() -> None:
 
     for rank, text in enumerate(run_ranks(3, on_rank)):
         assert "softmax_scale is -1.0" in text and (rank == 2 or text.startswith("rank 2:"))
+
+
+@pytest.mark.parametrize("number", [1, 5], ids=lambda number: f"call{number}")
+def test_sequences_taken_in_another_order_are_named_on_all_ranks(number: int) -> None:
+    """Equally long ones with other documents, agreed on before: their masks must not be mixed."""
+
+    def on_rank(group: Any) -> str:
+        mesh = ma.init_attention_mesh(group, timeout=2.0)
+        pair = [mesh.sequence(9, cu_seqlens=[0, cut, 9]) for cut in (4, 7)]
+        for seq in pair * number:
+            _attend(mesh, seq)
+        if mesh.rank == 1:
+            pair.reverse()
+        with pytest.raises(RankMismatchError) as info:
+            for seq in pair:
+                _attend(mesh, seq)
+        return str(info.value)
+
+    for text in run_ranks(3, on_rank):
+        assert "documents agreed on" in text and "rank 1" in text
 
 
 def test_new_documents_cost_one_comparison_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
