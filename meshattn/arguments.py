@@ -25,6 +25,7 @@ class Options:
     return_lse: bool
     reduce_dtype: torch.dtype | None
     kernel: str | None
+    unknown: tuple[str, ...] = ()
 
     def words(self) -> dict[str, str]:
         return {name: str(value) for name, value in vars(self).items()}
@@ -74,7 +75,22 @@ def check_keys(seq: ShardedSequence, keys: ShardedSequence) -> None:
         raise ValueError("kv_seq belongs to another mesh than seq: make both with the same mesh")
 
 
+_INSTEAD = {
+    "dropout_p": "there is no dropout inside attention; drop elements of its output",
+    "attn_mask": "masks are causal, window_size and the documents of mesh.sequence(cu_seqlens=...)",
+    "attn_bias": "there are no biases; rotate q and k for positions",
+    "alibi_slopes": "there are no biases; rotate q and k for positions",
+    "is_causal": "the name is causal",
+    "scale": "the name is softmax_scale",
+    "cu_seqlens": "give it to mesh.sequence(seq_len, cu_seqlens=...)",
+}
+"""Options of other attention calls, and what there is in their place."""
+
+
 def check_options(options: Options) -> None:
+    for name in options.unknown:
+        instead = _INSTEAD.get(name, "see help(meshattn.mesh_attention) for those that there are")
+        raise NotImplementedError(f"{name} is no option of this attention: {instead}")
     checked_window(options.window_size)
     cap = options.softcap
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 <= cap <= sys.float_info.max:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ def mesh_attention(
     return_lse: bool = False,
     reduce_dtype: torch.dtype | None = None,
     kernel: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a whole sequence, spread over the ranks of the mesh that `seq` belongs to (arXiv
     2512.20968).
@@ -93,6 +94,7 @@ def mesh_attention(
             for float64) or the type of q.
         kernel: name of the local kernel, which is taken or refused; None takes the one that `kernel_for`
             names.
+        unknown: no other option exists; one that a single rank gives is an error on all.
 
     Returns:
         out [B, L, H, D_v] in the type of q; with ``return_lse`` also lse [B, H, L], natural log, in the
@@ -101,10 +103,19 @@ def mesh_attention(
     Raises:
         ValueError: wrong shapes, types or options, on every rank alike and before any transfer.
         NotImplementedError: in the backward pass, a gradient through lse with a kernel that would lose it.
-        TransportError: a rank died or stalled; the message names the step and the peer.
+        RankMismatchError: a ValueError; the ranks disagree, or one did not come to a call that is compared.
+        TransportError: a rank died or stalled during a call; the message names the step and the peer.
     """
     options = Options(
-        causal, softmax_scale, window_size, softcap, deterministic, return_lse, reduce_dtype, kernel
+        causal,
+        softmax_scale,
+        window_size,
+        softcap,
+        deterministic,
+        return_lse,
+        reduce_dtype,
+        kernel,
+        tuple(sorted(unknown)),
     )
     return _outside_graphs("mesh_attention", q, k, v, seq, kv_seq, sinks, options)
 
@@ -125,6 +136,7 @@ def ring_attention(
     return_lse: bool = False,
     reduce_dtype: torch.dtype | None = None,
     kernel: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Ring-Attention (arXiv 2310.01889): `mesh_attention` with the tile (1, P), whatever the tile of the
     mesh.
@@ -132,7 +144,15 @@ def ring_attention(
     The same engine, arguments, results and errors; the baseline to compare with.
     """
     options = Options(
-        causal, softmax_scale, window_size, softcap, deterministic, return_lse, reduce_dtype, kernel
+        causal,
+        softmax_scale,
+        window_size,
+        softcap,
+        deterministic,
+        return_lse,
+        reduce_dtype,
+        kernel,
+        tuple(sorted(unknown)),
     )
     return _outside_graphs("ring_attention", q, k, v, seq, kv_seq, sinks, options)
 
@@ -284,9 +304,9 @@ def _check_kernel(options: Options, q: Tensor, v: Tensor, masks: BlockMasks) -> 
         )
     exact = accumulator_dtype(q.dtype)
     if options.reduce_dtype not in (None, q.dtype, exact):
+        other = "" if q.dtype == exact else f" or as {q.dtype}"
         raise ValueError(
-            f"reduce_dtype={options.reduce_dtype}: partial results travel as {exact} (the default) "
-            f"or as {q.dtype}"
+            f"reduce_dtype={options.reduce_dtype}: partial results travel as {exact} (the default){other}"
         )
     for option, number in (("softmax_scale", options.softmax_scale), ("softcap", options.softcap)):
         most = torch.finfo(exact).max

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import meshattn as ma
+from distributed import Backend
 from meshattn.mesh import AttentionMesh
 from meshattn.testing import run_ranks
 from meshattn.transport.threads import SimulatedGroup
@@ -526,7 +527,22 @@ def test_ring_attention_refuses_the_same() -> None:
         x = torch.ones(2, ROWS, 4, 8)
         with pytest.raises(ValueError, match="softcap"):
             ma.ring_attention(x, x, x, mesh.sequence(SEQ_LEN), softcap=True)
-        with pytest.raises(TypeError, match="alibi_slopes"):
-            ma.ring_attention(x, x, x, mesh.sequence(SEQ_LEN), alibi_slopes=x)  # type: ignore[call-arg]
+        with pytest.raises(NotImplementedError, match="alibi_slopes is no option of this attention"):
+            ma.ring_attention(x, x, x, mesh.sequence(SEQ_LEN), alibi_slopes=x)  # type: ignore[arg-type]
 
     run_ranks(RANKS, on_rank)
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("name", ["dropout_p", "windowsize"])
+def test_an_unknown_option_of_one_rank_is_everybodys(name: str, backend: Backend) -> None:
+    def on_rank(group: Any) -> str:
+        mesh = ma.init_attention_mesh(group, timeout=5.0)
+        seq = mesh.sequence(SEQ_LEN)
+        x = torch.ones(2, seq.rows, 4, 8)
+        with pytest.raises(NotImplementedError) as info:
+            ma.mesh_attention(x, x, x, seq, **({name: 0.1} if mesh.rank == 1 else {}))
+        return str(info.value)
+
+    for rank, text in enumerate(run_ranks(RANKS, on_rank, backend)):
+        assert f"{name} is no option" in text and (rank == 1 or text.startswith("rank 1:"))

@@ -61,6 +61,8 @@ class Platform:
     def of(device: torch.device) -> Platform:
         """The facts of this process and this device. On the CPU triton is looked at only if interpreted."""
         on_gpu = device.type == "cuda"
+        if on_gpu and not torch.cuda.is_available():
+            raise ValueError(f"device is {device}, but there is no CUDA device here: ask on the GPU machine")
         version, interpreted = None, False
         if on_gpu or "TRITON_INTERPRET" in os.environ:
             version, interpreted = _triton()
