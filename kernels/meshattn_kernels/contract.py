@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -27,6 +27,39 @@ from meshattn_kernels.intervals import Intervals
 
 AccumulatorKind = Literal["out", "dq", "dkv"]
 ACCUMULATOR_KINDS: tuple[AccumulatorKind, ...] = ("out", "dq", "dkv")
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class ChunkSizes(TypedDict):
+    """What the shapes of a chunk's accumulators follow from."""
+
+    batch: int
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+
+
+def rows_first(kind: AccumulatorKind, **sizes: Unpack[ChunkSizes]) -> Shapes:
+    """Shapes in the order of the inputs: [B, C, H, D]; lse [B, H, C]."""
+    batch, rows, heads = sizes["batch"], sizes["rows"], sizes["heads"]
+    keys = batch, rows, sizes["kv_heads"]
+    if kind == "out":
+        return {"out": (batch, rows, heads, sizes["head_dim_v"]), "lse": (batch, heads, rows)}
+    if kind == "dq":
+        return {"dq": (batch, rows, heads, sizes["head_dim"])}
+    return {"dk": (*keys, sizes["head_dim"]), "dv": (*keys, sizes["head_dim_v"])}
+
+
+def heads_first(kind: AccumulatorKind, **sizes: Unpack[ChunkSizes]) -> Shapes:
+    """As ``rows_first`` with gradients as [B, H, C, D]; out and lse have one order only."""
+    shapes = rows_first(kind, **sizes)
+    if kind == "out":
+        return shapes
+    return {name: (batch, heads, rows, dim) for name, (batch, rows, heads, dim) in shapes.items()}
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -59,18 +92,9 @@ class AttentionKernel(Protocol):
         tensors as they are."""
         ...
 
-    def accumulator_shapes(
-        self,
-        kind: AccumulatorKind,
-        *,
-        batch: int,
-        rows: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        head_dim_v: int,
-    ) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors of an accumulator for a chunk of ``rows`` rows.
+    def accumulator_shapes(self, kind: AccumulatorKind, **sizes: Unpack[ChunkSizes]) -> Shapes:
+        """Names and shapes of the tensors of an accumulator for a chunk: ``rows_first``, ``heads_first`` or
+        another order.
 
         out: ``{"out": (B, C, H, D_v), "lse": (B, H, C)}``; dq: ``{"dq"}``; dkv: ``{"dk", "dv"}``.
         """

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
-from meshattn_kernels.contract import AccumulatorKind, clear_accumulator
+from meshattn_kernels.contract import AccumulatorKind, ChunkSizes, Shapes, clear_accumulator, rows_first
 from meshattn_kernels.intervals import BandIntervals, Intervals
 from meshattn_kernels.merge import merge_partial
 
@@ -95,22 +95,8 @@ class PlainBlocks:
         of the whole rows."""
         raise NotImplementedError
 
-    def accumulator_shapes(
-        self,
-        kind: AccumulatorKind,
-        *,
-        batch: int,
-        rows: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        head_dim_v: int,
-    ) -> dict[str, tuple[int, ...]]:
-        if kind == "out":
-            return {"out": (batch, rows, heads, head_dim_v), "lse": (batch, heads, rows)}
-        if kind == "dq":
-            return {"dq": (batch, rows, heads, head_dim)}
-        return {"dk": (batch, rows, kv_heads, head_dim), "dv": (batch, rows, kv_heads, head_dim_v)}
+    def accumulator_shapes(self, kind: AccumulatorKind, **sizes: Unpack[ChunkSizes]) -> Shapes:
+        return rows_first(kind, **sizes)
 
     def forward(
         self,

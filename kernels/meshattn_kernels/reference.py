@@ -17,13 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from meshattn_kernels.contract import AccumulatorKind, clear_accumulator
+from meshattn_kernels.contract import AccumulatorKind, ChunkSizes, Shapes, clear_accumulator, heads_first
 from meshattn_kernels.intervals import Intervals, RowBlock
 
 
@@ -44,22 +44,8 @@ class ReferenceKernel:
         if self.block_q < 1 or self.block_k < 1:
             raise ValueError(f"block sizes are {self.block_q} x {self.block_k}; both must be at least 1")
 
-    def accumulator_shapes(
-        self,
-        kind: AccumulatorKind,
-        *,
-        batch: int,
-        rows: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        head_dim_v: int,
-    ) -> dict[str, tuple[int, ...]]:
-        if kind == "out":
-            return {"out": (batch, rows, heads, head_dim_v), "lse": (batch, heads, rows)}
-        if kind == "dq":
-            return {"dq": (batch, heads, rows, head_dim)}
-        return {"dk": (batch, kv_heads, rows, head_dim), "dv": (batch, kv_heads, rows, head_dim_v)}
+    def accumulator_shapes(self, kind: AccumulatorKind, **sizes: Unpack[ChunkSizes]) -> Shapes:
+        return heads_first(kind, **sizes)
 
     def finish(
         self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float

@@ -10,12 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
-from meshattn_kernels.contract import AccumulatorKind, clear_accumulator
+from meshattn_kernels.contract import (
+    AccumulatorKind,
+    ChunkSizes,
+    Shapes,
+    clear_accumulator,
+    heads_first,
+    rows_first,
+)
 from meshattn_kernels.dispatch import choose_kernel
 from meshattn_kernels.hopper.bind import bind_backward, bind_forward, finished_dkv, finished_dq, on_device
 from meshattn_kernels.hopper.launch import Kept, Launch, tma_ready
@@ -51,22 +58,8 @@ class HopperKernel:
                 f"workers is {self.workers}; it must be at least 1, or None for all multiprocessors"
             )
 
-    def accumulator_shapes(
-        self,
-        kind: AccumulatorKind,
-        *,
-        batch: int,
-        rows: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        head_dim_v: int,
-    ) -> dict[str, tuple[int, ...]]:
-        if kind == "out":
-            return {"out": (batch, rows, heads, head_dim_v), "lse": (batch, heads, rows)}
-        if kind == "dq":
-            return {"dq": (batch, heads, rows, head_dim)}
-        return {"dk": (batch, rows, kv_heads, head_dim), "dv": (batch, rows, kv_heads, head_dim_v)}
+    def accumulator_shapes(self, kind: AccumulatorKind, **sizes: Unpack[ChunkSizes]) -> Shapes:
+        return heads_first(kind, **sizes) if kind == "dq" else rows_first(kind, **sizes)
 
     def finish(
         self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
