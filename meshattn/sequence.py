@@ -51,8 +51,8 @@ class ShardedSequence:
         self.mesh = mesh
         self.layout = Layout(layout, seq_len, mesh.size, rows)
         self.documents = _documents(seq_len, cu_seqlens, document_lengths)
-        # How many sequences the ranks had agreed on with this one.
-        self._agreed = None if self.documents is not None else 0
+        # How many sequences with documents the ranks had agreed on with this one.
+        self._agreed: int | None = None
         self._gaps: dict[torch.device, Tensor] = {}
         self._masks: OrderedDict[object, BlockMasks] = OrderedDict()
         self.ready: OrderedDict[object, Any] = OrderedDict()  # checked calls, by their looks; see attention
@@ -106,12 +106,10 @@ class ShardedSequence:
 
         Raises on every rank if they differ, or if one of them has an ``error``.
         """
-        if self._agreed is not None:
+        if self.documents is None or self._agreed is not None:
             return
-        stated = {"sequence": repr(self)}
-        if self.documents is not None:
-            stated["documents (digest of cu_seqlens and document_lengths)"] = self.documents.digest
-        self.mesh.agreement.compare("the documents of a sequence", stated, error)
+        digest = {"documents (digest of cu_seqlens and document_lengths)": self.documents.digest}
+        self.mesh.agreement.compare("the documents of a sequence", {"sequence": repr(self)} | digest, error)
         self._agreed = self.mesh.agreement.compared
 
     def shard(self, tensor: Tensor, dim: int = 1) -> Tensor:

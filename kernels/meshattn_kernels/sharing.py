@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from meshattn_kernels import device as gpu
 from meshattn_kernels.contract import AttentionKernel
 
 
@@ -17,6 +18,5 @@ def leave_room(kernel: AttentionKernel, device: torch.device, multiprocessors: i
     """
     if multiprocessors == 0 or device.type != "cuda" or not hasattr(kernel, "workers"):
         return kernel
-    available: int = torch.cuda.get_device_properties(device).multi_processor_count
-    workers = max(1, (kernel.workers or available) - multiprocessors)
+    workers = max(1, (kernel.workers or gpu.multiprocessors(device)) - multiprocessors)
     return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), workers=workers))

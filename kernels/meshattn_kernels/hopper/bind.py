@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from meshattn_kernels.device import on_device
 from meshattn_kernels.hopper.backward import backward_kernel
 from meshattn_kernels.hopper.failure import mailbox
 from meshattn_kernels.hopper.forward import forward_kernel
@@ -172,10 +170,6 @@ def _keeping(launch: Launch, plan: ForwardPlan | BackwardPlan) -> Launch:
         launch()
 
     return kept
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def finished_dq(acc: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -23,8 +23,9 @@ from meshattn_kernels.contract import (
     heads_first,
     rows_first,
 )
+from meshattn_kernels.device import multiprocessors, on_device
 from meshattn_kernels.dispatch import choose_kernel
-from meshattn_kernels.hopper.bind import bind_backward, bind_forward, finished_dkv, finished_dq, on_device
+from meshattn_kernels.hopper.bind import bind_backward, bind_forward, finished_dkv, finished_dq
 from meshattn_kernels.hopper.launch import Kept, Launch, tma_ready
 from meshattn_kernels.hopper.plans import BackwardPlan, Call, backward_plan, forward_plan, number_of
 from meshattn_kernels.intervals import BandIntervals, Intervals
@@ -164,13 +165,12 @@ class HopperKernel:
     def _call(self, q: Tensor, k: Tensor, v: Tensor, first: bool) -> Call:
         batch, rows_q, heads, head_dim = q.shape
         _, rows_k, kv_heads, head_dim_v = v.shape
-        device = q.device.index
-        available = _multiprocessors(device)
+        available = multiprocessors(q.device)
         if self.workers is not None and self.workers > available:
             raise ValueError(f"workers is {self.workers}, but {q.device} has {available} multiprocessors")
         return Call(
-            device, self.workers or available, batch, heads, kv_heads, rows_q, rows_k, head_dim, head_dim_v,
-            first, self.schedule,
+            q.device.index, self.workers or available, batch, heads, kv_heads, rows_q, rows_k, head_dim,
+            head_dim_v, first, self.schedule,
         )  # fmt: skip
 
 
@@ -180,11 +180,6 @@ def _identity(x: Tensor) -> tuple[Any, ...]:
 
 def _identity_of(intervals: Intervals) -> Any:
     return intervals if isinstance(intervals, BandIntervals) else number_of(intervals)
-
-
-@cache
-def _multiprocessors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _check_call(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> None:

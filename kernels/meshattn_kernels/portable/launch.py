@@ -8,7 +8,7 @@ and nothing is tuned at run time.
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from meshattn_kernels import device as gpu
 from meshattn_kernels.dispatch import choose_kernel
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
 from meshattn_kernels.rules import MAX_HEAD_DIM, Capability
@@ -189,11 +190,10 @@ def _device_capability(index: int) -> Capability:
     return torch.cuda.get_device_capability(index)
 
 
-@cache
 def num_workers(device: torch.device) -> int:
     """Thread blocks that are resident at once, one a multiprocessor; the interpreter runs one after the
     other."""
-    return 1 if INTERPRETED else int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return 1 if INTERPRETED else gpu.multiprocessors(device)
 
 
 def capability_of(device: torch.device) -> Capability | None:
@@ -249,8 +249,4 @@ def row_bounds(intervals: Intervals, unused: Tensor) -> RowBounds:
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Launches inside go to this device; interpreted ones, which share global state, run one at a time."""
-    if INTERPRETED:
-        return _interpreter_lock
-    if device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
+    return _interpreter_lock if INTERPRETED else gpu.on_device(device)
