@@ -5,8 +5,8 @@ Only imported while something is being compiled: importing it loads the compiler
 
 import torch
 
-from meshattn import attention
+from meshattn import calls
 
 attend = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    attention.attend, reason="the ranks exchange chunks here, which cannot be traced"
+    calls.attend, reason="the ranks exchange chunks here, which cannot be traced"
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 import meshattn as ma
 from cases import Shape
 from distributed import Case, assert_same_bits, run_cases
-from meshattn import attention
+from meshattn import calls
 from meshattn.plan.assignment import Tile
 from meshattn.testing import run_ranks
 from meshattn_kernels.contract import AccumulatorKind
@@ -52,7 +52,7 @@ def test_one_rank_gets_what_the_kernel_wrote(
     case = Case(tile, Shape(B=2, S=seq_len, H=4, H_kv=2, D=8), dtype=torch.bfloat16)
     (expected,) = run_cases([case])
     FinishingKernel.seen.clear()
-    monkeypatch.setattr(attention, "get_kernel", lambda *_: FinishingKernel())
+    monkeypatch.setattr(calls, "get_kernel", lambda *_: FinishingKernel())
     (finished,) = run_cases([case])
     assert_same_bits(finished, expected)
     assert set(FinishingKernel.seen) == {torch.bfloat16 if tile.ranks == 1 else torch.float32}
@@ -60,7 +60,7 @@ def test_one_rank_gets_what_the_kernel_wrote(
 
 def test_results_of_one_rank_are_no_views(monkeypatch: pytest.MonkeyPatch) -> None:
     """A view would keep the whole accumulator alive, and may not be changed in place."""
-    monkeypatch.setattr(attention, "get_kernel", lambda *_: FinishingKernel())
+    monkeypatch.setattr(calls, "get_kernel", lambda *_: FinishingKernel())
 
     def on_rank(group: Any) -> None:
         seq = ma.init_attention_mesh(group).sequence(5)

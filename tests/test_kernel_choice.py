@@ -11,7 +11,7 @@ import torch
 import meshattn as ma
 from cases import Shape
 from distributed import Case, assert_same_bits, check_cases, run_cases
-from meshattn import attention
+from meshattn import calls
 from meshattn.layouts import LayoutKind
 from meshattn.plan.assignment import Tile
 from meshattn.testing import run_ranks
@@ -48,7 +48,7 @@ def test_a_name_and_the_choice_of_the_same_kernel_agree() -> None:
 def test_ranks_that_choose_other_kernels_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ranks do whose GPUs or versions of triton differ."""
     here = threading.local()
-    monkeypatch.setattr(attention, "choose_kernel", lambda *_, **__: here.kernel)
+    monkeypatch.setattr(calls, "choose_kernel", lambda *_, **__: here.kernel)
 
     def on_rank(group: Any) -> int:
         mesh = ma.init_attention_mesh(group, timeout=20)
@@ -64,12 +64,12 @@ def test_ranks_that_choose_other_kernels_raise(monkeypatch: pytest.MonkeyPatch) 
 
 def test_one_rank_that_cannot_serve_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
     here = threading.local()
-    choose = attention.choose_kernel
+    choose = calls.choose_kernel
 
     def chosen(*request: Any, **rule: Any) -> str:
         return choose("hopper", *request[1:], **rule) if here.odd else choose(*request, **rule)
 
-    monkeypatch.setattr(attention, "choose_kernel", chosen)
+    monkeypatch.setattr(calls, "choose_kernel", chosen)
 
     def on_rank(group: Any) -> int:
         mesh = ma.init_attention_mesh(group, timeout=20)

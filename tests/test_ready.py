@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import meshattn as ma
-from meshattn import attention
+from meshattn import calls
 from meshattn.sequence import ShardedSequence
 from meshattn.testing import run_ranks
 
@@ -61,13 +61,13 @@ OTHERS: dict[str, Call] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_only_another_look_is_checked_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
-    check = attention._check_kernel
+    check = calls._check_kernel
 
     def counted(options: Any, *rest: Any) -> Any:
         checked.append(name)
         return check(options, *rest)
 
-    monkeypatch.setattr(attention, "_check_kernel", counted)
+    monkeypatch.setattr(calls, "_check_kernel", counted)
 
     def on_rank(group: Any) -> list[int]:
         seq = ma.init_attention_mesh(group).sequence(5)
@@ -109,7 +109,7 @@ def test_an_autocast_call_runs_in_the_type_of_autocast_every_time() -> None:
 
 
 def test_only_so_many_are_kept_and_none_keeps_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_KEPT_CALLS", 3)
+    monkeypatch.setattr(calls, "_KEPT_CALLS", 3)
 
     def on_rank(group: Any) -> None:
         seq = ma.init_attention_mesh(group).sequence(5)

@@ -13,7 +13,7 @@ import torch
 
 from cases import Shape
 from distributed import Case, assert_equals_oracle, run_cases
-from meshattn import attention
+from meshattn import calls
 from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape, pays_to_share
 from meshattn.transport.threads import ThreadTransport
@@ -73,7 +73,7 @@ def test_blocks_beside_transfers_use_the_kernel_that_leaves_room(
 
     monkeypatch.setattr(ReferenceKernel, "forward", forward)
     monkeypatch.setattr(ThreadTransport, "multiprocessors", 16)
-    monkeypatch.setattr(attention, "leave_room", lambda kernel, device, n: Roomy() if n == 16 else kernel)
+    monkeypatch.setattr(calls, "leave_room", lambda kernel, device, n: Roomy() if n == 16 else kernel)
     case = Case(tile, Shape(B=1, S=19, H=2, H_kv=1, D=8), causal=False)
     (by_rank,) = run_cases([case], kernel="reference")
     assert_equals_oracle(case, by_rank)

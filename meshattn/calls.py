@@ -1,0 +1,240 @@
+"""What a public call does: all ranks check it and plan it, once for calls that look alike; then it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshattn import engine
+from meshattn.arguments import (
+    Options,
+    autocast,
+    autocast_type,
+    check_kernel_name,
+    check_keys,
+    check_options,
+    check_sinks,
+    check_tensors,
+    check_types,
+    words_of,
+)
+from meshattn.autograd import differentiable_attention
+from meshattn.masks import BlockMasks
+from meshattn.mesh import AttentionMesh
+from meshattn.plan.assignment import Tile
+from meshattn.plan.cost import CallShape, pays_to_share
+from meshattn.plan.route import route
+from meshattn.plan.schedule import Direction
+from meshattn.sequence import ShardedSequence
+from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
+from meshattn_kernels.contract import accumulator_dtype
+from meshattn_kernels.sharing import leave_room
+
+_KEPT_CALLS = 32  # kinds of calls on one sequence that are not checked again: those of all layers of a model
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A call that was checked and planned. One that looks the same needs only the ranks' agreement."""
+
+    call: engine.Call
+    statement: dict[str, str]
+
+
+def attend(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq: ShardedSequence,
+    kv_seq: ShardedSequence | None,
+    sinks: Tensor | None,
+    options: Options,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """One checked call of the public function `name`."""
+    if not isinstance(seq, ShardedSequence):
+        raise ValueError(f"seq is a {type(seq).__name__}: pass what mesh.sequence(seq_len) returns")
+    mesh = seq.mesh
+    mesh.require_open()
+    keys = seq if kv_seq is None else kv_seq
+    looks = _looks(name, q, k, v, kv_seq, sinks, options)
+    ready = seq.ready.get(looks)
+    if ready is None:
+        ready = seq.ready[looks] = _make_ready(name, q, k, v, seq, keys, sinks, options)
+        if len(seq.ready) > _KEPT_CALLS:
+            seq.ready.popitem(last=False)
+    else:
+        mesh.agreement.enter(name, _sequences(seq, keys) | ready.statement)
+    q, k, v = autocast(q, k, v)
+    q, k, v = seq.without_gaps(q), keys.without_gaps(k), keys.without_gaps(v)
+    out, lse = differentiable_attention(q, k, v, sinks, mesh, ready.call)
+    out = seq.without_gaps(out)
+    return (out, lse) if options.return_lse else out
+
+
+def _looks(
+    name: str, q: Tensor, k: Tensor, v: Tensor, kv_seq: object, sinks: Tensor | None, options: Options
+) -> object:
+    """What a call on a sequence is checked for and planned from. A new object if it cannot be right."""
+    given = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if not all(isinstance(x, Tensor) and not x.is_nested for x in given):
+        return object()
+    if not (kv_seq is None or isinstance(kv_seq, ShardedSequence)):
+        return object()
+    kind, grad = q.device.type, torch.is_grad_enabled()
+    tensors = tuple((x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in given)
+    return name, tensors, grad, autocast_type(kind), kv_seq, repr(options)
+
+
+def _make_ready(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq: ShardedSequence,
+    keys: ShardedSequence,
+    sinks: Tensor | None,
+    options: Options,
+) -> _Ready:
+    """Check a call on this rank and with all others, and plan it. Collective."""
+    mesh = seq.mesh
+    error: Exception | None = None
+    chosen = str(options.kernel)
+    try:
+        check_keys(seq, keys)
+        check_options(options)
+        masks = seq.masks(keys, causal=options.causal, window_size=options.window_size)
+        check_types(q, k, v)
+        q, k, v = autocast(q, k, v)
+        check_tensors(q, k, v, seq, keys)
+        check_sinks(sinks, q)
+        mesh.connection.check_device(q.device)
+        local = _check_kernel(options, q, v, masks)
+        chosen = local.name
+    except Exception as failure:  # whatever it is, the other ranks must not wait for this one
+        error = failure
+    for sequence in (seq, keys):
+        if isinstance(sequence, ShardedSequence):
+            sequence.agree(error)
+    # Ranks with other GPUs or versions may choose other kernels, whose accumulators do not fit together.
+    statement = _statement(q, k, v, sinks, options) | {"kernel": chosen}
+    mesh.agreement.enter(name, _sequences(seq, keys) | statement, error)
+    ring = Tile(1, mesh.size) if name == "ring_attention" else None
+    return _Ready(_plan(mesh, masks, q, k, v, options, local, ring), statement)
+
+
+def _check_kernel(options: Options, q: Tensor, v: Tensor, masks: BlockMasks) -> AttentionKernel:
+    check_kernel_name(options.kernel)
+    plain = masks.gives_plain_blocks
+    name = choose_kernel(
+        options.kernel,
+        q.device,
+        q.dtype,
+        q.shape[-1],
+        v.shape[-1],
+        plain_mask=plain,
+        softcap=options.softcap > 0,
+    )
+    local = get_kernel(name, float(options.softcap))
+    if options.deterministic and not local.deterministic:
+        raise ValueError(
+            f"kernel={local.name!r} is not bitwise deterministic: choose another one, "
+            "or pass deterministic=False"
+        )
+    exact = accumulator_dtype(q.dtype)
+    if options.reduce_dtype not in (None, q.dtype, exact):
+        other = "" if q.dtype == exact else f" or as {q.dtype}"
+        raise ValueError(
+            f"reduce_dtype={options.reduce_dtype}: partial results travel as {exact} (the default){other}"
+        )
+    for option, number in (("softmax_scale", options.softmax_scale), ("softcap", options.softcap)):
+        most = torch.finfo(exact).max
+        if number is not None and number > most:
+            raise ValueError(f"{option} is {number}: scores are made in {exact}, so give at most {most:.3g}")
+    return local
+
+
+def _sequences(seq: ShardedSequence, keys: object) -> dict[str, str]:
+    if keys is seq:
+        return {"sequence": seq.stated}
+    kv_words = keys.stated if isinstance(keys, ShardedSequence) else f"a {type(keys).__name__}"
+    return {"sequence": seq.stated, "kv_seq": kv_words}
+
+
+def _statement(q: Tensor, k: Tensor, v: Tensor, sinks: object, options: Options) -> dict[str, str]:
+    """What must be the same on all ranks, beside the sequences."""
+    tensors = {name: words_of(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    if sinks is not None:
+        tensors["sinks"] = words_of(sinks)
+    return tensors | options.words()
+
+
+def _plan(
+    mesh: AttentionMesh,
+    masks: BlockMasks,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    kernel: AttentionKernel,
+    tile: Tile | None,
+) -> engine.Call:
+    batch, rows, heads, head_dim = q.shape
+    exact = accumulator_dtype(q.dtype)
+    reduce_dtype = options.reduce_dtype or exact
+    shape = CallShape(
+        batch=batch,
+        rows=rows,
+        heads=heads,
+        kv_heads=k.shape[2],
+        head_dim=head_dim,
+        head_dim_v=v.shape[3],
+        itemsize=q.dtype.itemsize,
+        reduce_itemsize=reduce_dtype.itemsize,
+        acc_itemsize=exact.itemsize,
+        causal=options.causal,
+        key_rows=k.shape[1],
+    )
+    tile = tile or mesh.tile_for(shape, masks.visibility)
+    return engine.Call(
+        rank=mesh.rank,
+        forward=_plan_pass("forward", mesh, shape, tile, masks, kernel, q.device),
+        backward=_plan_pass("backward", mesh, shape, tile, masks, kernel, q.device),
+        kernel=kernel,
+        intervals=masks.block,
+        batch=batch,
+        rows=rows,
+        key_rows=k.shape[1],
+        heads=heads,
+        kv_heads=k.shape[2],
+        head_dim=head_dim,
+        head_dim_v=v.shape[3],
+        dtype=q.dtype,
+        accumulator_dtype=exact,
+        reduce_dtype=reduce_dtype,
+        softmax_scale=head_dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale),
+        device=q.device,
+    )
+
+
+def _plan_pass(
+    direction: Direction,
+    mesh: AttentionMesh,
+    shape: CallShape,
+    tile: Tile,
+    masks: BlockMasks,
+    kernel: AttentionKernel,
+    device: torch.device,
+) -> engine.PassPlan:
+    taken = route(direction, shape, tile, masks.visibility, mesh.rank)
+    transports = mesh.transports(tile, device, taken.paths)
+    crowd = max(transport.multiprocessors for transport in transports.values())
+    return engine.PassPlan(
+        schedule=taken.schedule,
+        assignment=taken.assignment,
+        hops=taken.hops,
+        transports=transports,
+        crowded_kernel=leave_room(kernel, device, crowd) if pays_to_share(direction, shape, tile) else kernel,
+    )
