@@ -77,7 +77,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layout", choices=("striped", "zigzag", "contiguous"), default="striped")
     parser.add_argument("--kernel", help="local kernel by name (default: what the library chooses)")
     parser.add_argument("--tile", nargs="+", default=[], help="AxB (default: all)")
-    parser.add_argument("--transport", nargs="+", default=["p2p"], choices=("symmetric", "p2p"))
+    parser.add_argument("--transport", nargs="+", default=["p2p"], choices=("auto", "symmetric", "p2p"))
+    parser.add_argument("--no-bare", action="store_true", help="leave out the tiles without their transfers")
     parser.add_argument("--graph", action="store_true", help="also our passes as CUDA graphs")
     parser.add_argument("--one-gpu", action="store_true", help="also one rank alone with as much work")
     parser.add_argument("--torch", nargs="+", default=[], choices=("cudnn", "flash"), help="torch's own")
@@ -113,7 +114,7 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
     ring = Tile(1, ranks)
     wanted = [Tile.parse(text) for text in options.tile] or list(tiles(ranks))
     chosen = [ring, *(tile for tile in wanted if tile != ring)]
-    kinds = ["skipped", *options.transport]
+    kinds = [*([] if options.no_bare else ["skipped"]), *options.transport]
     ours = {
         (tile, kind): ours_by_transport(case, tile, kind, device, options.timeout)()
         for tile in chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -33,6 +34,8 @@ class Machine:
             device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
         else:
             device = f"CPU, {torch.get_num_threads()} thread(s) a rank, {platform.machine()}"
+        if cluster := os.environ.get("VIRTUAL_CLUSTER"):  # set by virtual_cluster.py
+            device = f"{device}; {cluster}"
         versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": _triton()}
         versions.update(packages or {})
         return Machine(

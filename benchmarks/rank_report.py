@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,7 +86,52 @@ def table_of(result: Result) -> str:
             ]
         )
     absent = "".join(f"\n\n{name} could not run: {why}" for name, why in result.absent.items())
-    return f"## {result.case}\n\n{table(head, rows)}{absent}"
+    return f"## {result.case}\n\n{table(head, rows)}\n\n{_table_of_ratios(result)}{absent}"
+
+
+@dataclass(frozen=True)
+class AgainstRing:
+    """A pass of a tile, as parts of what ring takes and sends on the same transport."""
+
+    ring: str
+    time: Timing  # of the ratios of the rounds, no milliseconds
+    sent: float
+
+    @property
+    def beyond_bytes(self) -> float:
+        """How much more of ring's time it takes than of ring's bytes, relative."""
+        return self.time.median / self.sent - 1
+
+
+def against_ring(result: Result, name: str, step: str) -> AgainstRing | None:
+    """None for a contender that sends nothing, and for ring itself."""
+    tile, _, kind = name.partition(" ")
+    ring = f"1x{dist.get_world_size()} {kind}"
+    if name == ring or tile.startswith("1x") or not (name in result.sent and ring in result.sent):
+        return None
+    pairs = zip(column(result.turns[name], step), column(result.turns[ring], step), strict=True)
+    sent = result.sent[name][step] / result.sent[ring][step]
+    return AgainstRing(ring, Timing.of([mine / rings for mine, rings in pairs]), sent)
+
+
+def _table_of_ratios(result: Result) -> str:
+    """Where links are the limit, the two ratios of a pass agree."""
+    head = ["of ring's", *(f"{what} {step}" for step in DIRECTIONS for what in ("time", "bytes", "apart"))]
+    rows = []
+    for name in result.turns:
+        found = [x for step in DIRECTIONS if (x := against_ring(result, name, step))]
+        cells = [
+            cell
+            for x in found
+            for cell in (
+                f"{x.time.median:.3f} ({x.time.low:.3f}-{x.time.high:.3f})",
+                f"{x.sent:.3f}",
+                f"{x.beyond_bytes:+.1%}",
+            )
+        ]
+        if found:
+            rows.append([name, *cells])
+    return table(head, rows)
 
 
 def _milliseconds(samples: Sequence[float]) -> str:
@@ -112,6 +158,12 @@ def _records(result: Result) -> list[Record]:
                 records.append(
                     Record("distributed", label, f"{step} exposed ms", lost, "without transfers", share)
                 )
+        for step in DIRECTIONS:
+            if ratios := against_ring(result, name, step):
+                for metric, value in (("time", ratios.time.median), ("bytes", ratios.sent)):
+                    text = f"{step} {metric} of ring's"
+                    spread = ratios.time.spread if metric == "time" else None
+                    records.append(Record("distributed", label, text, value, ratios.ring, value, spread))
         for step, measured in result.sent.get(name, {}).items():
             formula = result.formula[name][step]
             ratio = measured / formula if formula else None
@@ -127,6 +179,7 @@ def write_report(results: Sequence[Result], folder: Path) -> Path:
     )
     records = [record for result in results for record in _records(result)]
     name = f"distributed-{ranks}-ranks" + ("-gpu" if torch.cuda.is_available() else "")
+    name += "-virtual" if "VIRTUAL_CLUSTER" in os.environ else ""
     return write(name, [(machine, records)], text, folder)
 
 

@@ -1,0 +1,133 @@
+"""The plan of a virtual cluster, integers and addresses alone, and the network it describes.
+
+Node i has the addresses 10.77.i.1 (its end at the switch) and 10.77.i.2, its ranks are consecutive, and rank
+r uses GPU r mod the number of GPUs. A link holds both directions to the rate of the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Interface
+
+from netlink import Namespace
+
+LINK = "eth0"  # of a node, as it sees it
+SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_PORT = 29400
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where a rank runs."""
+
+    rank: int
+    node: int
+    gpu: str  # "" for none
+    crowd: int  # ranks on its GPU
+    seat: int  # among the ranks of its node on its GPU
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks on nodes.
+
+    Args:
+        ranks: of all nodes together, a multiple of ``nodes``.
+        nodes: virtual nodes, 1 to 250.
+        rate: bytes per second that a node sends, and receives; None for as fast as the machine can.
+        gpus: names of the GPUs for CUDA_VISIBLE_DEVICES; none for ranks on the CPU.
+    """
+
+    ranks: int
+    nodes: int
+    rate: int | None
+    gpus: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= 250:
+            raise ValueError(f"--nodes is {self.nodes}; a virtual cluster has 1 to 250")
+        if self.ranks < 1 or self.ranks % self.nodes:
+            raise ValueError(f"--ranks is {self.ranks}; it must be a multiple of --nodes {self.nodes}")
+        if self.rate is not None and self.rate < 10**6:
+            raise ValueError(f"--rate is {self.rate / 1e6:g} MB/s; it must be at least 1")
+
+    def place(self, rank: int) -> Rank:
+        """Where a rank runs."""
+        each = self.ranks // self.nodes
+        if not self.gpus:
+            return Rank(rank, rank // each, "", 0, rank % each)
+        on = rank % len(self.gpus)
+        crowd = len(range(on, self.ranks, len(self.gpus)))
+        first = rank // each * each
+        seat = sum(1 for other in range(first, rank) if other % len(self.gpus) == on)
+        return Rank(rank, rank // each, self.gpus[on], crowd, seat)
+
+    @property
+    def crowd(self) -> int:
+        """Ranks on the fullest GPU; 0 without GPUs."""
+        return -(-self.ranks // len(self.gpus)) if self.gpus else 0
+
+    def address(self, node: int) -> IPv4Interface:
+        return IPv4Interface(f"10.77.{node}.2/30")
+
+    def gateway(self, node: int) -> IPv4Interface:
+        return IPv4Interface(f"10.77.{node}.1/30")
+
+    def describe(self) -> str:
+        rate = "unshaped" if self.rate is None else f"{self.rate / 1e6:g} MB/s each"
+        gpus = f", {self.crowd} ranks a GPU" if self.gpus else ", on the CPU"
+        return f"virtual cluster: {self.ranks} ranks on {self.nodes} nodes, {rate}{gpus}"
+
+    def environment(self, rank: int, *, isolated: bool, port: int = _PORT) -> dict[str, str]:
+        """What tells a rank where it is: for torch.distributed, gloo, NCCL and CUDA.
+
+        Args:
+            isolated: whether its node has a network of its own; else all use this machine's loopback.
+            port: where rank 0 serves the store.
+        """
+        place = self.place(rank)
+        link = LINK if isolated else "lo"
+        chosen = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.ranks),
+            # Each sees one device at most, so each is the only rank of its machine to the program it runs.
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": str(self.address(0).ip) if isolated else "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "CUDA_VISIBLE_DEVICES": place.gpu,
+            "GLOO_SOCKET_IFNAME": link,
+            "NCCL_SOCKET_IFNAME": link,
+            "NCCL_IB_DISABLE": "1",
+            # NCCL refuses two ranks of a host on one GPU: to it, each of them is a host of its own.
+            "NCCL_HOSTID": f"node{place.node}.{place.seat}",
+            "VIRTUAL_CLUSTER": self.describe(),
+        }
+        if place.crowd > 1:
+            chosen[SHARED_GPU] = "1"
+        return chosen
+
+
+@contextmanager
+def network(cluster: Cluster) -> Iterator[Sequence[Namespace]]:
+    """The networks of the nodes, around a switch that is a network too. OSError if the kernel refuses."""
+    with ExitStack() as stack:
+
+        def made() -> Namespace:
+            namespace = Namespace.new()
+            stack.callback(namespace.close)
+            return namespace
+
+        switch = made()
+        switch.forward()
+        nodes = []
+        for number in range(cluster.nodes):
+            node, port = made(), f"node{number}"
+            switch.connect(port, node, LINK)
+            switch.configure(port, cluster.gateway(number), cluster.rate)
+            node.configure(LINK, cluster.address(number), cluster.rate)
+            node.route_by(IPv4Address(cluster.gateway(number).ip))
+            nodes.append(node)
+        yield nodes
