@@ -109,8 +109,8 @@ class Namespace:
     def new() -> Namespace:
         """An empty one, in which only loopback is up. The calling thread stays where it is."""
         home = Namespace.here()
+        call("unshare", CLONE_NEWNET)
         try:
-            call("unshare", CLONE_NEWNET)
             made = Namespace.here()
             _ask(_NEW_LINK, link(socket.if_nametoindex("lo"), _UP))
         finally:
