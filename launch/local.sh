@@ -26,4 +26,4 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))
 # Idle threads sleep: spinning ones take the cores from whatever else runs here.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$here/train.py" "$@"
+exec "$python" "$here/start.py" "$ranks" "$@"

@@ -22,6 +22,8 @@ class Options:
     attention: str
     tile: str
     layout: LayoutKind
+    transport: str
+    window: int
     seq_len: int
     batch_size: int
     steps: int
@@ -88,6 +90,8 @@ def parse(arguments: Sequence[str] | None = None, *, speaks: bool = True) -> Opt
         default="striped",
         help="who holds which token",
     )
+    add("--transport", choices=("auto", "symmetric", "p2p"), default="auto", help="what moves the chunks")
+    add("--window", type=int, default=-1, help="keys that a token sees before its own; -1 is all of them")
     add("--seq-len", type=int, default=4096, help="tokens of a sequence, spread over all ranks")
     add("--batch-size", type=int, default=1, help="sequences a step")
     add("--steps", type=int, default=100)
@@ -131,10 +135,12 @@ def check(options: Options) -> None:
         if not 0 < getattr(options, name) < math.inf:  # NaN is in no order
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be positive")
     for name in ("warmup", "weight_decay", "kv_heads"):
-        if getattr(options, name) < 0:
+        if not 0 <= getattr(options, name) < math.inf:
             raise ValueError(
                 f"--{name.replace('_', '-')} is {getattr(options, name)}; it must not be negative"
             )
+    if options.window < -1:
+        raise ValueError(f"--window is {options.window}; it must be a number of keys, or -1 for all")
     if options.seq_len < 2:
         raise ValueError("--seq-len is 1; there is no next token to learn")
     if options.model.head_dim % 8:

@@ -18,12 +18,19 @@ KINDS: dict[str, Callable[..., object]] = {
 }
 
 
-def make_attention(kind: str, seq: ma.ShardedSequence, kernel: str | None = None) -> Attention:
-    """Causal attention over the whole sequence, from this rank's rows, with the named local kernel."""
+def make_attention(
+    kind: str, seq: ma.ShardedSequence, kernel: str | None = None, window: int = -1
+) -> Attention:
+    """Causal attention over the whole sequence, from this rank's rows.
+
+    Args:
+        kernel: local kernel by name.
+        window: keys that a token sees before its own, -1 for all of them.
+    """
     attend = KINDS[kind]
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend(q, k, v, seq, causal=True, kernel=kernel)
+        out = attend(q, k, v, seq, causal=True, window_size=(window, -1), kernel=kernel)
         assert isinstance(out, Tensor)
         return out
 

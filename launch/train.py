@@ -77,9 +77,9 @@ class Trainer:
         self.kernel = kernel
         self.device = place.device
         self.corpus = corpus
-        self.mesh = ma.init_attention_mesh(tile=tile, timeout=options.timeout)
+        self.mesh = ma.init_attention_mesh(tile=tile, transport=options.transport, timeout=options.timeout)
         self.seq = self.mesh.sequence(options.seq_len, layout=options.layout)
-        self.attention = make_attention(options.attention, self.seq, kernel)
+        self.attention = make_attention(options.attention, self.seq, kernel, options.window)
         self.model = Decoder(options.model, seed=options.seed).to(self.device)
         if options.dtype == "float64":
             self.model.double()
@@ -161,7 +161,11 @@ def run(options: Options, place: Place) -> None:
         agree(problem, facts)
         if log is not None:
             stack.enter_context(log)
-        trainer = Trainer(options, place, tile, corpus, kernel)
+        try:
+            trainer = Trainer(options, place, tile, corpus, kernel)
+        except ValueError as error:  # a transport that cannot serve here, which all ranks find together
+            agree(str(error), "")
+            raise
         if place.leads:
             print(
                 f"{place.ranks} rank{'s' if place.ranks > 1 else ''}, {place.why}\n{trainer.describe()}",

@@ -79,6 +79,9 @@ def test_tiles_that_do_not_fit_are_refused(arguments: list[str], message: str) -
         (["--seq-len", "0"], "--seq-len is 0; it must be positive"),
         (["--seq-len", "1"], "no next token"),
         (["--warmup", "-1"], "--warmup is -1; it must not be negative"),
+        (["--weight-decay", "nan"], "--weight-decay is nan; it must not be negative"),
+        (["--clip", "nan"], "--clip is nan; it must be positive"),
+        (["--window", "-2"], "--window is -2; it must be a number of keys, or -1"),
         (["--dim", "100", "--heads", "3"], "dim 100 is not a multiple of heads 3"),
         (["--dim", "48", "--heads", "4"], "head size must be a multiple of 8"),
         (["--kv-heads", "3"], "heads 4 is not a multiple of kv_heads 3"),
@@ -121,8 +124,9 @@ def test_a_problem_of_one_rank_names_it_and_other_files_are_found() -> None:
     [
         (2, ["--data", "/nowhere/at/all"], "--data /nowhere/at/all: no such file or folder"),
         (1, ["--seq-len", "1000000", "--data", __file__], "but a window is 1000000 bytes"),
+        (2, ["--tile", "2x2"], "--tile 2x2 needs 4 ranks, but there are 2"),
     ],
-    ids=["missing-P2", "too-little-P1"],
+    ids=["missing-P2", "too-little-P1", "tile-P2"],
 )
 def test_train_says_what_is_wrong_once_and_ends(num_ranks: int, arguments: list[str], message: str) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
@@ -132,8 +136,8 @@ def test_train_says_what_is_wrong_once_and_ends(num_ranks: int, arguments: list[
     done = subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=100, env=environment
     )
-    assert done.returncode != 0
-    if num_ranks == 1:
-        assert done.returncode == 2
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("train.py: error:")
     assert done.stderr.count("train.py: error:") == 1
     assert done.stderr.count(message) == 1

@@ -18,12 +18,12 @@ TEXT = data.Corpus((Path(__file__),), (0, Path(__file__).stat().st_size))
 CONFIG = ModelConfig(dim=64, layers=2, heads=4, kv_heads=2)
 
 
-def gradients(kind: str, tile: str, layout: LayoutKind, seq_len: int) -> dict[str, Any]:
+def gradients(kind: str, tile: str, layout: LayoutKind, seq_len: int, window: int = -1) -> dict[str, Any]:
     """Loss, tokens and all gradients of one rank of the default group; float32."""
     seq = ma.init_attention_mesh(tile=tile, timeout=60).sequence(seq_len, layout=layout)
     model = Decoder(CONFIG, seed=1)
     ids = data.batch(TEXT, seed=0, step=0, batch_size=2, seq_len=seq_len)
-    result = steps.compute_gradients(model, ids, seq, steps.make_attention(kind, seq))
+    result = steps.compute_gradients(model, ids, seq, steps.make_attention(kind, seq, window=window))
     found = {name: weight.grad for name, weight in model.named_parameters()}
     return {"loss": result.loss, "tokens": result.tokens, "gradients": found}
 
@@ -65,6 +65,17 @@ def test_gradients_equal_those_of_one_rank(
             assert relative(rank["gradients"][name], want) < 1e-5, name
     for name, want in found[0]["gradients"].items():
         assert all(torch.equal(rank["gradients"][name], want) for rank in found), name
+
+
+def test_a_window_is_the_same_on_a_mesh_and_is_not_the_whole() -> None:
+    def losses(tile: str) -> Any:
+        return lambda group: [gradients("mesh", tile, "striped", 67, window)["loss"] for window in (9, -1)]
+
+    ((narrow, whole),), mesh = (
+        run_ranks(num_ranks, losses(tile), backend="gloo") for num_ranks, tile in ((1, "1x1"), (2, "2x1"))
+    )
+    assert mesh[0] == pytest.approx([narrow, whole], rel=1e-6)
+    assert abs(narrow - whole) > 1e-5
 
 
 def trained(tile: str, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
