@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
 
 from options import choose_tile, parse
 
@@ -28,8 +29,9 @@ def main(arguments: Sequence[str]) -> int:
         return USERS_MISTAKE
     # What it logs about ranks that fail is said below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    elastic: Any = torchrun
     try:
-        run(parse_args(["--standalone", f"--nproc-per-node={ranks}", TRAIN, *options]))
+        elastic.run(elastic.parse_args(["--standalone", f"--nproc-per-node={ranks}", TRAIN, *options]))
     except ChildFailedError as error:
         return report(error)
     return 0
