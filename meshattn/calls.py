@@ -30,6 +30,7 @@ from meshattn.plan.schedule import Direction
 from meshattn.sequence import ShardedSequence
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
+from meshattn_kernels.rules import PLAIN_MASKS_ALONE
 from meshattn_kernels.sharing import leave_room
 
 _KEPT_CALLS = 32  # kinds of calls on one sequence that are not checked again: those of all layers of a model
@@ -228,7 +229,8 @@ def _plan_pass(
     kernel: AttentionKernel,
     device: torch.device,
 ) -> engine.PassPlan:
-    taken = route(direction, shape, tile, masks.visibility, mesh.rank)
+    cuts = kernel.name not in PLAIN_MASKS_ALONE
+    taken = route(direction, shape, tile, masks.visibility, mesh.rank, cuts=cuts)
     transports = mesh.transports(tile, device, taken.paths)
     crowd = max(transport.multiprocessors for transport in transports.values())
     return engine.PassPlan(

@@ -51,7 +51,7 @@ class Call:
     forward: PassPlan
     backward: PassPlan
     kernel: AttentionKernel
-    intervals: Callable[[int, int], Intervals]  # of (query chunk, key chunk)
+    intervals: Callable[[int, int, int, int], Intervals]  # of query chunk, key chunk, part, parts
     batch: int
     rows: int
     key_rows: int
@@ -314,7 +314,7 @@ class _Pass:
         call = self._call
         queries = self._plan.assignment.query_chunk(call.rank, block.row)
         keys = self._plan.assignment.key_chunk(call.rank, block.col)
-        intervals = call.intervals(queries, keys)
+        intervals = call.intervals(queries, keys, block.part, block.parts)
         if not intervals.is_empty:
             kernel = self._plan.crowded_kernel if crowded else call.kernel
             self._compute(kernel, block, intervals)

@@ -84,7 +84,8 @@ class _Checker:
         for rank in self.ranks:
             rank.chunks["row", 0] = rank.chunks["col", 0] = rank.number
             rank.accs = {(axis, 0): _Accumulator(0) for axis in self.outward}
-        self.computed: set[tuple[int, int]] = set()  # blocks in local numbers, the same for all ranks
+        # Parts of each block in local numbers, the same for all ranks.
+        self.computed: dict[tuple[int, int], set[int]] = {}
         self.step = 0
         self.started: list[Transfer] = []
         self.by_index: dict[tuple[Payload, int], Transfer] = {}
@@ -282,15 +283,18 @@ class _Checker:
                 self._read(self._arrived(self.inward[axis], k))
         if "col" not in self.outward and block.col_acc != -1:
             self._fail(f"{name} of a forward list names a column accumulator")
-        if (block.row, block.col) in self.computed:
-            self._fail(f"{name} is computed twice")
-        self.computed.add((block.row, block.col))
+        computed = self.computed.setdefault((block.row, block.col), set())
+        if block.part in computed or len(computed) == block.parts or not 0 <= block.part < block.parts:
+            self._fail(f"{name}: part {block.part} of {block.parts} is computed after {sorted(computed)}")
+        computed.add(block.part)
+        whole = len(computed) == block.parts  # only then it counts
         self._need_slot("acc", "row", block.row_acc)
         if "col" in self.outward:
             self._need_slot("acc", "col", block.col_acc)
         for rank in self.ranks:
             p, q = self.chunk["row"][rank.number][block.row], self.chunk["col"][rank.number][block.col]
             seen = self.visibility.sees(p, q)
+            adds = seen and whole
             if seen and (
                 rank.chunks.get(("row", block.row_slot)),
                 rank.chunks.get(("col", block.col_slot)),
@@ -299,10 +303,10 @@ class _Checker:
             if self.assignment.owner(p, q) != rank.number:
                 self._fail(f"{name}: rank {rank.number} does not own ({p}, {q})")
             row = self._accumulator(rank, "row", block.row_acc, block.row, first=True)
-            self._add(rank, row, seen << q)
+            self._add(rank, row, adds << q)
             if "col" in self.outward:
                 col = self._accumulator(rank, "col", block.col_acc, block.col, first=True)
-                self._add(rank, col, seen << p)
+                self._add(rank, col, adds << p)
             if seen:
                 received = [self.by_index[self.inward[axis], k] for axis, k, _ in self._sides(block) if k]
                 rank.used.update(t.number for t in received)

@@ -24,6 +24,9 @@ from .schedule import AXIS, INWARD, Costs, Direction, Payload, Slots, Way, paylo
 # Nominal on purpose: lists must not depend on measurements, because the block order decides the bits of the
 # result.
 FLOPS_PER_BYTE = 2000
+# What a block computed in two parts costs: a diagonal of tiles that both compute, and one more launch.
+CUT_KEYS = 128
+CUT_BYTES = 10 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +195,7 @@ def costs(direction: Direction, shape: CallShape) -> Costs:
         col_in=payload_bytes("kv", shape),
         row_out=payload_bytes("dq" if backward else "out", shape),
         col_out=payload_bytes("dkv", shape) if backward else 0,
+        cut=shape.query_rows * CUT_KEYS * flops_per_pair(direction, shape) // FLOPS_PER_BYTE + CUT_BYTES,
     )
 
 

@@ -15,13 +15,14 @@ Compute, merges: at once, since the next outward hop waits for them.
 Compute, blocks: those of the next line to leave, a row or, backward, a column. Inside a line the interior
     comes first. Row #0 and, backward, column #0 never leave, so they fill gaps, and block (0, 0) is last.
 
-Two questions have no answer that is best everywhere, so the orders of all answers are simulated and the
+Three questions have no answer that is best everywhere, so the orders of all answers are simulated and the
 shortest is taken. Like the second half of the outward rule they are there for the time bounds alone:
 
 Goal: the line with more transfer time per block that it misses (the profit again), or the line of the axis
     that needs longer until all its lines have left: better where the axes are unequal and times balanced.
 Patience: a filler block may still run when the chunk arrives that a line waits for. Staying idle instead
     pays where blocks are long and few, at small P.
+Cut: block (0, 0) in two, to fill the gaps at the start and at the end, where its costs allow it at all.
 """
 
 from __future__ import annotations
@@ -103,11 +104,13 @@ class _Simulation:
         *,
         by_axis: bool,
         patient: bool,
+        own_parts: int = 1,
     ) -> None:
         self.costs = costs
         self.channels: Channels = channels
         self.by_axis = by_axis
         self.patient = patient
+        self.own_parts = own_parts  # of block (0, 0)
         self.lines = {axis: _new_line(axis, direction, tile, costs) for axis in AXES}
         self.reduced = [line for line in self.lines.values() if line.outward is not None]
         self.channel_lines: dict[str, list[_Line]] = {}
@@ -115,8 +118,11 @@ class _Simulation:
             self.channel_lines.setdefault(channel_of(axis, channels), []).append(self.lines[axis])
         self.busy = dict.fromkeys(self.channel_lines, False)
         self.computing = False
-        self.todo = [[True] * tile.b for _ in range(tile.a)]
-        self.num_todo = tile.ranks
+        self.todo = [[1] * tile.b for _ in range(tile.a)]  # parts
+        self.todo[0][0] = own_parts
+        for line in self.lines.values():
+            line.left[0] += own_parts - 1
+        self.num_todo = tile.ranks + own_parts - 1
         self.num_blocks = tile.ranks
         self.now = 0
         self.events: list[tuple[int, int, Event]] = []  # (end, tie breaker, what ends)
@@ -217,10 +223,13 @@ class _Simulation:
             if block is None or (self.patient and self._interrupts()):
                 return False
         row, col = block
-        self.todo[row][col] = False
+        parts = self.own_parts if block == (0, 0) else 1
+        part = parts - self.todo[row][col]
+        self.todo[row][col] -= 1
         self.num_todo -= 1
         self.computing = True
-        self._start(Event(self.now, "block", row=row, col=col), self.costs.block)
+        event = Event(self.now, "block", row=row, col=col, part=part, parts=parts)
+        self._start(event, self.costs.of_block(parts))
         return True
 
     def _goal_block(self) -> tuple[int, int] | None:
@@ -301,7 +310,8 @@ def best_order(direction: Direction, tile: Tile, costs: Costs, channels: Channel
     """The makespan and the events, by start, of the shortest of the orders; the first of equal ones."""
     goals = (False, True) if direction == "backward" else (False,)  # forward only rows leave
     runs = [
-        _Simulation(direction, tile, costs, channels, by_axis=by_axis, patient=patient).run()
+        _Simulation(direction, tile, costs, channels, by_axis=by_axis, patient=patient, own_parts=parts).run()
+        for parts in ((1,) if costs.cut is None else (1, 2))
         for by_axis in goals
         for patient in (False, True)
     ]

@@ -51,7 +51,7 @@ def makespan(schedule: Schedule, costs: Costs, channels: Channels = "shared") ->
                 slot = (t.axis, t.send_slot)
                 chunk_slot_free[slot] = max(chunk_slot_free[slot], end)
         for block in step.blocks:
-            now += costs.block
+            now += costs.of_block(block.parts)
             line_done["row", block.row] = line_done["col", block.col] = now
             chunk_slot_free["row", block.row_slot] = max(chunk_slot_free["row", block.row_slot], now)
             chunk_slot_free["col", block.col_slot] = max(chunk_slot_free["col", block.col_slot], now)

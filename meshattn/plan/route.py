@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from .assignment import Assignment, Tile
@@ -23,12 +23,22 @@ class Route:
 
 
 @lru_cache(maxsize=256)
-def route(direction: Direction, shape: CallShape, tile: Tile, visibility: Visibility, rank: int) -> Route:
-    """The route of a pass where masks leave these blocks: a pure function of its arguments."""
+def route(
+    direction: Direction,
+    shape: CallShape,
+    tile: Tile,
+    visibility: Visibility,
+    rank: int,
+    *,
+    cuts: bool = True,
+) -> Route:
+    """The route of a pass where masks leave these blocks: a pure function of its arguments. ``cuts`` says
+    whether the kernel can compute a block in parts."""
     reach = _reach(tile, visibility)
     paths = reach.paths(message_bytes(direction, shape))
+    cost = costs(direction, shape)
     return Route(
-        schedule=build(direction, tile, costs(direction, shape), direct=paths.direct),
+        schedule=build(direction, tile, cost if cuts else replace(cost, cut=None), direct=paths.direct),
         paths=paths,
         assignment=Assignment(tile, paths.turned),
         hops=reach.hops(rank, paths),

@@ -78,7 +78,12 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Attention of Q#row against KV#col. ``col_acc`` is -1 forward, where columns collect nothing."""
+    """Attention of Q#row against KV#col. ``col_acc`` is -1 forward, where columns collect nothing.
+
+    The own block (0, 0), which is there from the start and needed last, may be cut into ``parts`` of about
+    equal work, of which this is number ``part``: one for the transfers of the start to hide behind, one for
+    those of the end.
+    """
 
     row: int
     col: int
@@ -86,6 +91,8 @@ class Block:
     col_slot: int
     row_acc: int
     col_acc: int
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +160,10 @@ def chunk_slot(k: int, slots: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Integer time units: one block, one transfer of each kind, one merge."""
+    """Integer time units: one block, one transfer of each kind, one merge.
+
+    ``cut`` is what it costs to compute a block in two parts; None keeps all blocks whole.
+    """
 
     block: int
     row_in: int
@@ -161,11 +171,17 @@ class Costs:
     row_out: int
     col_out: int = 0
     merge: int = 0
+    cut: int | None = None
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) < 0:
-                raise ValueError(f"costs: {name} is {getattr(self, name)}, but a cost cannot be negative")
+            cost = getattr(self, name)
+            if cost is not None and cost < 0:
+                raise ValueError(f"costs: {name} is {cost}, but a cost cannot be negative")
+
+    def of_block(self, parts: int) -> int:
+        """Time of a block, or of one of its parts."""
+        return self.block if parts == 1 else -(-(self.block + (self.cut or 0)) // parts)
 
     def of(self, payload: Payload) -> int:
         """Time of one transfer of ``payload``."""

@@ -32,6 +32,8 @@ class Event:
     index: int = 0
     row: int = 0
     col: int = 0
+    part: int = 0
+    parts: int = 1
 
 
 class _Cutter:
@@ -115,6 +117,8 @@ class _Cutter:
                 col_slot=chunk_slot(col, self.slots.col),
                 row_acc=self._acc("row", row),
                 col_acc=self._acc("col", col),
+                part=event.part,
+                parts=event.parts,
             )
         )
 
