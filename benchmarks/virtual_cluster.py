@@ -180,8 +180,9 @@ def enter_node(parent: int, network: Namespace | None, number: int) -> Callable[
 class Crew:
     """The processes of all ranks. Rank 0 speaks; of another that fails the last lines are shown."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, grace: float = _GRACE) -> None:
         self._folder = folder
+        self._grace = grace
         self._ranks: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Crew:
@@ -237,7 +238,7 @@ class Crew:
 
     def _let_speak(self) -> None:
         """Others may be about to say why they fail."""
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + self._grace
         while time.monotonic() < deadline and any(rank.poll() is None for rank in self._ranks):
             time.sleep(0.1)
 
@@ -255,7 +256,7 @@ class Crew:
             running = [rank for rank in self._ranks if rank.poll() is None]
             for rank in running:
                 os.killpg(rank.pid, number)
-            deadline = time.monotonic() + _GRACE
+            deadline = time.monotonic() + self._grace
             while time.monotonic() < deadline and any(rank.poll() is None for rank in running):
                 time.sleep(0.05)
 
