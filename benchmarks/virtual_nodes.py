@@ -24,8 +24,8 @@ class Rank:
 
     rank: int
     node: int
-    gpu: str  # "" for none
-    crowd: int  # ranks on its GPU
+    gpu: int  # index among those of the cluster; 0 if there are none
+    crowd: int  # ranks on its GPU; 0 if it has none
     seat: int  # among the ranks of its node on its GPU
 
 
@@ -57,12 +57,12 @@ class Cluster:
         """Where a rank runs."""
         each = self.ranks // self.nodes
         if not self.gpus:
-            return Rank(rank, rank // each, "", 0, rank % each)
+            return Rank(rank, rank // each, 0, 0, rank % each)
         on = rank % len(self.gpus)
         crowd = len(range(on, self.ranks, len(self.gpus)))
         first = rank // each * each
         seat = sum(1 for other in range(first, rank) if other % len(self.gpus) == on)
-        return Rank(rank, rank // each, self.gpus[on], crowd, seat)
+        return Rank(rank, rank // each, on, crowd, seat)
 
     @property
     def crowd(self) -> int:
@@ -92,12 +92,13 @@ class Cluster:
         chosen = {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.ranks),
-            # Each sees one device at most, so each is the only rank of its machine to the program it runs.
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            # Programs take the device of this number, if there are that many: for them ranks that share a
+            # GPU are one.
+            "LOCAL_RANK": str(place.gpu),
+            "LOCAL_WORLD_SIZE": str(len(self.gpus) or 1),
             "MASTER_ADDR": str(self.address(0).ip) if isolated else "127.0.0.1",
             "MASTER_PORT": str(port),
-            "CUDA_VISIBLE_DEVICES": place.gpu,
+            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
             "GLOO_SOCKET_IFNAME": link,
             "NCCL_SOCKET_IFNAME": link,
             "NCCL_IB_DISABLE": "1",

@@ -68,7 +68,7 @@ def test_ranks_fill_nodes_in_order_and_gpus_evenly(cluster: Cluster) -> None:
     assert [place.node for place in places] == sorted(place.node for place in places)
     each = {node: [p for p in places if p.node == node] for node in range(cluster.nodes)}
     assert {len(ranks) for ranks in each.values()} == {cluster.ranks // cluster.nodes}
-    on = {gpu: [place for place in places if place.gpu == gpu] for gpu in cluster.gpus}
+    on = {gpu: [place for place in places if place.gpu == gpu] for gpu in range(len(cluster.gpus))}
     assert all(place.crowd == len(ranks) for ranks in on.values() for place in ranks)
     assert max(map(len, on.values())) - min(map(len, on.values())) <= 1
     assert cluster.crowd == max(map(len, on.values()))
@@ -92,9 +92,9 @@ def test_every_rank_is_told_where_it_is(cluster: Cluster) -> None:
     told = [cluster.environment(rank, isolated=True) for rank in range(cluster.ranks)]
     assert [int(one["RANK"]) for one in told] == list(range(cluster.ranks))
     assert {one["MASTER_ADDR"] for one in told} == {str(cluster.address(cluster.place(0).node).ip)}
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in told] == [
-        cluster.place(rank).gpu for rank in range(cluster.ranks)
-    ]
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in told} == {",".join(cluster.gpus)}
+    assert [int(one["LOCAL_RANK"]) for one in told] == [cluster.place(r).gpu for r in range(cluster.ranks)]
+    assert all(int(one["LOCAL_RANK"]) < int(one["LOCAL_WORLD_SIZE"]) for one in told)
     assert all((one.get(SHARED_GPU) == "1") == (cluster.crowd > 1) for one in told)
     loopback = cluster.environment(0, isolated=False, port=5)
     assert (loopback["MASTER_ADDR"], loopback["NCCL_SOCKET_IFNAME"], loopback["MASTER_PORT"]) == (
