@@ -13,32 +13,27 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-import meshattn as ma
 from harness import REPORTS
-from meshattn import reference
 from meshattn.plan import Tile, tiles, total_bytes
-from meshattn.plan.cost import peak_memory
+from meshattn.plan.cost import choose_tile, peak_memory
+from rank_check import check
 from rank_contenders import Captured, Case, Contender, Ours, TorchContextParallel, alone, ours_by_transport
 from rank_report import DIRECTIONS, Result, table_of, write_report
+from rank_start import join, start_ranks
 from rank_turns import in_turns
-
-CHECKED_LENGTH = 331
-CHECKED_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
+    options = parse(arguments)
     if "RANK" not in os.environ:
-        _start_ranks(options.ranks)
-    device = _join(options.timeout)
+        start_ranks(options.ranks)
+    device = join(options.timeout)
     kernel = options.kernel
     results = []
     for seq_len in options.seq_len:
@@ -62,7 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     dist.destroy_process_group()
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,7 +72,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument("--layout", choices=("striped", "zigzag", "contiguous"), default="striped")
     parser.add_argument("--kernel", help="local kernel by name (default: what the library chooses)")
-    parser.add_argument("--tile", nargs="+", default=[], help="AxB (default: all)")
+    parser.add_argument("--tile", nargs="+", default=[], help="AxB or auto (default: all)")
     parser.add_argument("--transport", nargs="+", default=["p2p"], choices=("auto", "symmetric", "p2p"))
     parser.add_argument("--no-bare", action="store_true", help="leave out the tiles without their transfers")
     parser.add_argument("--graph", action="store_true", help="also our passes as CUDA graphs")
@@ -89,31 +85,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _start_ranks(ranks: int | None) -> None:
-    """Become torchrun, with as many ranks as there are GPUs, else four."""
-    count = ranks or torch.cuda.device_count() or 4
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *sys.argv]
-    os.execv(sys.executable, [sys.executable, *command])
-
-
-def _join(timeout: float) -> torch.device:
-    local = int(os.environ["LOCAL_RANK"])
-    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(1)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    return device
-
-
 def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> Result:
     ranks = dist.get_world_size()
     ring = Tile(1, ranks)
-    wanted = [Tile.parse(text) for text in options.tile] or list(tiles(ranks))
-    chosen = [ring, *(tile for tile in wanted if tile != ring)]
+    least = choose_tile(ranks, case.shape(-(-case.seq_len // ranks)))
+    wanted = [least if text == "auto" else Tile.parse(text) for text in options.tile] or tiles(ranks)
+    chosen = list(dict.fromkeys([ring, *wanted]))
     kinds = [*([] if options.no_bare else ["skipped"]), *options.transport]
     ours = {
         (tile, kind): ours_by_transport(case, tile, kind, device, options.timeout)()
@@ -122,7 +99,7 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
     }
     for (_, kind), contender in ours.items():
         if kind != "skipped":
-            _check(contender.mesh, case, device)
+            check(contender.mesh, case, device)
     contenders: list[Contender] = list(ours.values())
     flop = {contender.name: {p: x / ranks for p, x in case.flop().items()} for contender in contenders}
     if options.one_gpu:
@@ -160,22 +137,6 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
     for contender in ours.values():
         contender.mesh.close()
     return Result(case, turns, sent, formula, memory, flop, absent)
-
-
-def _check(mesh: ma.AttentionMesh, case: Case, device: torch.device) -> None:
-    """Raise unless out and all gradients agree with dense attention in float64 on a short odd length."""
-    short = replace(case, seq_len=CHECKED_LENGTH)
-    whole = short.inputs(device)
-    exact = [x.double().cpu().requires_grad_() for x in whole[:3]]
-    out, _ = reference.attention(*exact, causal=case.causal)
-    want = [out, *torch.autograd.grad(out, exact, whole[3].double().cpu())]
-    got = Ours("checked", mesh, short, device).whole()
-    for name, mine, oracle in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
-        error = (mine.double().cpu() - oracle).abs().max().item() / oracle.abs().max().item()
-        if not error <= CHECKED_ERROR[case.dtype]:
-            raise RuntimeError(
-                f"{mesh.describe()}: {name} differs from the oracle by {error:.2e}; nothing was timed"
-            )
 
 
 def _trial(contender: Contender) -> str:

@@ -1,0 +1,116 @@
+"""Every tile of 4 ranks and of all ranks on every transport: equal to the oracle, and the same bits again.
+
+    torchrun --nproc-per-node 8 benchmarks/self_test.py --transport symmetric p2p
+
+Of more than four ranks, each four in a row make meshes of their own too, all at once. Ends with code 1 if
+anything differs; a rank that waits in vain ends it after --timeout seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import meshattn as ma
+from harness import REPORTS, Machine, Record, table, write
+from meshattn.plan import tiles
+from rank_check import CHECKED_ERROR, errors, on_short, oracle
+from rank_contenders import Case
+from rank_start import join
+
+FEW = 4
+HEADS = {"MHA": (8, 8), "GQA": (8, 2)}  # of 32 the oracle on the CPU would take most of the time
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--transport", nargs="+", default=["p2p"], choices=("auto", "symmetric", "p2p"))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds a rank waits for another")
+    parser.add_argument("--out", default=str(REPORTS), help="folder of the report")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    device = join(options.timeout)
+    rows = [row for heads in HEADS for row in _of_heads(heads, options, device)]
+    if dist.get_rank() == 0:
+        _report(rows, options)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0 if all(good for *_, good in rows) else 1
+
+
+Row = tuple[
+    str, float, str, bool
+]  # case, largest error, what its bits were compared with, whether all is well
+
+
+def _of_heads(name: str, options: argparse.Namespace, device: torch.device) -> list[Row]:
+    heads, kv_heads = HEADS[name]
+    case = Case(0, 2, heads, kv_heads, options.head_dim, getattr(torch, options.dtype), True, "striped")
+    exact = oracle(case, device)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = [list(range(ranks))]
+    if ranks > FEW and ranks % FEW == 0:
+        first = rank // FEW * FEW
+        groups.append(list(range(first, first + FEW)))
+    rows = []
+    for group in groups:
+        for tile in tiles(len(group)):
+            earlier = None
+            for transport in options.transport:
+                mesh = ma.init_attention_mesh(group, tile=tile, transport=transport, timeout=options.timeout)
+                found, again = on_short(mesh, case, device), on_short(mesh, case, device)
+                mesh.close()
+                same = all(map(torch.equal, found, again))
+                compared = "a second run"
+                if earlier is not None:
+                    same = same and all(map(torch.equal, found, earlier))
+                    compared += f" and {options.transport[0]}"
+                earlier = earlier or found
+                worst = max(errors(found, exact).values())
+                good = same and worst <= CHECKED_ERROR[case.dtype]
+                label = f"P{len(group)}-{tile}-{transport}-{name}"
+                rows.append(_of_all_ranks((label, worst, compared if same else "DIFFERENT BITS", good)))
+    return rows
+
+
+def _of_all_ranks(row: Row) -> Row:
+    """That of the rank for which it came out worst."""
+    rows: list[Row] = [row] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
+    return max(rows, key=lambda one: (not one[3], one[1]))
+
+
+def _report(rows: list[Row], options: argparse.Namespace) -> None:
+    machine, ranks = Machine.here(), dist.get_world_size()
+    head = ["case", "error against float64", "same bits as", ""]
+    cells = [[case, f"{error:.1e}", bits, "good" if good else "WRONG"] for case, error, bits, good in rows]
+    bad = sum(not good for *_, good in rows)
+    text = "\n\n".join(
+        [
+            f"# Self-test, {ranks} ranks",
+            machine.describe(),
+            f"{len(rows) - bad} of {len(rows)} cases are good.",
+            table(head, cells),
+        ]
+    )
+    records = [Record("self-test", case, "error", error, "float64 oracle") for case, error, *_ in rows]
+    records.append(Record("self-test", f"P{ranks}", "wrong cases", bad))
+    print(text)
+    path = write(f"self-test-{ranks}-ranks", [(machine, records)], f"{text}\n", Path(options.out))
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
