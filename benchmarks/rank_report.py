@@ -20,8 +20,9 @@ INTRO = (
     "All contenders take turns in which forward and backward passes follow each other, as in training; a "
     "time is that of the slowest rank, the median over rounds (middle three fifths). Exposed is what a tile "
     "takes beyond the same tile without transfers, paired within each round. Bytes are sent per rank. The "
-    "column of one GPU compares TFLOP/s per GPU with one rank alone that has as many products. Every tile "
-    "was checked on every transport against float64 dense attention first."
+    "column of one GPU compares TFLOP/s per GPU with one rank alone that has as many products. The second "
+    "table gives what a tile takes and sends as parts of ring's on the same transport; where links are the "
+    "limit, the two agree. Every tile was checked on every transport against float64 dense attention first."
 )
 
 

@@ -136,6 +136,7 @@ def run(cluster: Cluster, options: argparse.Namespace) -> int:
         for rank in range(cluster.ranks):
             place = cluster.place(rank)
             environment = {
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that nobody knows the names of virtual nodes
                 "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // cluster.ranks)),
                 **shared,
                 **os.environ,
