@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshattn as ma
+from meshattn.packing import Packed, Packing, packed_bytes
 from meshattn.plan import CallShape, Tile
 from meshattn.transport.base import Handle, Message, Transport
 
@@ -172,19 +174,20 @@ class Skipped(Transport):
     def __init__(self, whole: Transport) -> None:
         super().__init__()
         self._whole = whole
-        self._buffers: dict[tuple[str, str, int], list[Tensor]] = {}
+        self._received: WeakKeyDictionary[Packing, Sequence[Packed]] = WeakKeyDictionary()
         self._filled: set[int] = set()
 
-    def buffers(self, axis: str, flow: str, nbytes: int, slots: int, device: torch.device) -> list[Tensor]:
-        key = (axis, flow, nbytes)
-        if len(self._buffers.get(key, ())) < slots:
-            self._buffers[key] = super().buffers(axis, flow, nbytes, slots, device)
-        return self._buffers.get(key, [])[:slots]
+    def received(
+        self, axis: str, flow: str, packing: Packing, slots: int, device: torch.device
+    ) -> Sequence[Packed]:
+        if packing not in self._received:
+            self._received[packing] = super().received(axis, flow, packing, slots, device)
+        return self._received[packing]
 
-    def _exchange(self, message: Message, send: Tensor | None, recv: Tensor | None) -> Handle:
+    def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> Handle:
         if send is not None and recv is not None and recv.data_ptr() not in self._filled:
             self._filled.add(recv.data_ptr())
-            recv.copy_(send)
+            recv.copy_(packed_bytes(send))
         return _NoHandle()
 
     def all_gather(self, tensor: Tensor) -> Any:

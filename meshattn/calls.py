@@ -27,6 +27,7 @@ from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape, pays_to_share
 from meshattn.plan.route import route
 from meshattn.plan.schedule import Direction
+from meshattn.program import Program
 from meshattn.sequence import ShardedSequence
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
@@ -204,7 +205,6 @@ def _plan(
         forward=_plan_pass("forward", mesh, shape, tile, masks, kernel, q.device),
         backward=_plan_pass("backward", mesh, shape, tile, masks, kernel, q.device),
         kernel=kernel,
-        intervals=masks.block,
         batch=batch,
         rows=rows,
         key_rows=k.shape[1],
@@ -228,15 +228,18 @@ def _plan_pass(
     masks: BlockMasks,
     kernel: AttentionKernel,
     device: torch.device,
-) -> engine.PassPlan:
+) -> Program:
     cuts = kernel.name not in PLAIN_MASKS_ALONE
     taken = route(direction, shape, tile, masks.visibility, mesh.rank, cuts=cuts)
     transports = mesh.transports(tile, device, taken.paths)
     crowd = max(transport.multiprocessors for transport in transports.values())
-    return engine.PassPlan(
+    return Program(
+        rank=mesh.rank,
         schedule=taken.schedule,
         assignment=taken.assignment,
         hops=taken.hops,
         transports=transports,
+        intervals=masks.block,
+        kernel=kernel,
         crowded_kernel=leave_room(kernel, device, crowd) if pays_to_share(direction, shape, tile) else kernel,
     )

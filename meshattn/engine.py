@@ -11,36 +11,22 @@ Shapes: B batch, C and C_kv rows of a query and of a key/value chunk, H and H_kv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from meshattn.packing import Field, Packing
-from meshattn.plan.assignment import Assignment
-from meshattn.plan.hops import Hops
-from meshattn.plan.schedule import Block, Merge, Schedule, Transfer
+from meshattn.packing import Field, Packed, Packing, Views
+from meshattn.plan.schedule import AXIS, Block, Merge, Payload, Transfer
+from meshattn.program import Program
 from meshattn.sinks import add_sinks, sinks_gradient
-from meshattn.transport.base import Handle, Message, Transport
+from meshattn.transport.base import Handle
 from meshattn_kernels import AttentionKernel, Intervals
 from meshattn_kernels.contract import ACCUMULATOR_KINDS, AccumulatorKind, clear_accumulator
 from meshattn_kernels.delta import row_delta
 from meshattn_kernels.merge import merge_partial
-
-Views = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class PassPlan:
-    """What one pass does on one rank."""
-
-    schedule: Schedule
-    assignment: Assignment  # which way round its rings it goes
-    hops: Hops  # the transfers of the list that take place for this rank
-    transports: Mapping[str, Transport]  # by axis
-    crowded_kernel: AttentionKernel  # for blocks beside transfers that take multiprocessors
 
 
 @dataclass(frozen=True)
@@ -48,10 +34,9 @@ class Call:
     """What both passes of one attention call share on one rank; no tensors."""
 
     rank: int
-    forward: PassPlan
-    backward: PassPlan
+    forward: Program
+    backward: Program
     kernel: AttentionKernel
-    intervals: Callable[[int, int, int, int], Intervals]  # of query chunk, key chunk, part, parts
     batch: int
     rows: int
     key_rows: int
@@ -66,8 +51,22 @@ class Call:
     device: torch.device
 
     @cached_property
+    def chunk_packings(self) -> Mapping[Payload, Packing]:
+        """How the chunks of each inward payload travel."""
+        rows, keys = (self.batch, self.rows, self.heads), (self.batch, self.key_rows, self.kv_heads)
+        q, do = (Field(name, (*rows, dim), self.dtype) for name, dim in self._dims("q", "do"))
+        kv = (Field(name, (*keys, dim), self.dtype) for name, dim in self._dims("k", "v"))
+        per_row = self.batch, self.heads, self.rows
+        lse, delta = (Field(name, per_row, self.accumulator_dtype) for name in ("lse", "delta"))
+        return {"q": Packing((q,)), "kv": Packing(tuple(kv)), "bundle": Packing((q, do, lse, delta))}
+
+    def _dims(self, *names: str) -> tuple[tuple[str, int], ...]:
+        return tuple(zip(names, (self.head_dim, self.head_dim_v), strict=True))
+
+    @cached_property
     def packings(self) -> Mapping[AccumulatorKind, tuple[Packing, Packing]]:
-        """How the accumulators of each kind lie here, and how they travel."""
+        """How the accumulators of each kind lie here, and how they travel; the same one if that is the
+        same."""
         return {kind: self._packings(kind) for kind in ACCUMULATOR_KINDS}
 
     def _packings(self, kind: AccumulatorKind) -> tuple[Packing, Packing]:
@@ -88,7 +87,9 @@ class Call:
 
         # On a mesh of one rank one block is all that is ever added.
         alone = self.forward.schedule.tile.ranks == 1 and kind in self.kernel.writes_finished
-        return packed(self.dtype if alone else self.accumulator_dtype), packed(self.reduce_dtype)
+        held, sent = self.dtype if alone else self.accumulator_dtype, self.reduce_dtype
+        mine = packed(held)
+        return mine, mine if held == sent else packed(sent)
 
 
 def forward(
@@ -106,7 +107,7 @@ def forward(
         out [B, C, H, D_v] in the type of q and lse [B, H, C] in the accumulator type.
     """
     work = _Forward(call, q, k, v)
-    _execute(call, call.forward, work)
+    _execute(call.forward, work)
     return work.finish(sinks)
 
 
@@ -132,108 +133,78 @@ def backward(
         # d lse / d score = p, so that ds = p * (dp - delta + dlse); rows that see no key have no score.
         delta = delta - dlse.masked_fill(lse == -math.inf, 0.0)
     work = _Backward(call, q, k, v, lse, do, delta)
-    _execute(call, call.backward, work)
+    _execute(call.backward, work)
     return *work.finish(), None if sinks is None else sinks_gradient(sinks, lse, delta)
 
 
-def _execute(call: Call, plan: PassPlan, work: _Pass) -> None:
-    schedule, transports = plan.schedule, plan.transports
+def _execute(program: Program, work: _Pass) -> None:
     handles: dict[int, Handle] = {}
-    crowding: set[int] = set()  # transfers under way that take multiprocessors from the kernels
-    arrived: set[int] = set()
-    releases: dict[int, list[int]] = {}
-    for number, step in enumerate(schedule.steps):
+    for step in program.steps:
         for waited in step.waits:
             handles[waited].wait()
-            crowding.discard(waited)
         for merge in step.merges:
-            if merge.transfer in arrived:
-                work.merge(merge)
-        moving: set[Transport] = set()
-        for transfer in step.transfers:
-            message = _message(call.rank, plan, number, transfer)
-            transport = transports[transfer.axis]
-            send = work.outgoing(transfer) if plan.hops.sends(transfer) else None
-            recv = work.incoming(transfer) if plan.hops.receives(transfer) else None
-            handles[transfer.number] = transport.start(message, send, recv)
-            if not (send is None and recv is None):
-                moving.add(transport)
-                if transport.multiprocessors:
-                    crowding.add(transfer.number)
-            if recv is not None:
-                arrived.add(transfer.number)
-            releases.setdefault(transfer.last_use, []).append(transfer.number)
-        if step.blocks:
-            for transport in moving:
-                transport.compute_follows()
-        for block in step.blocks:
-            work.block(block, crowded=bool(crowding))
-        for released in releases.pop(number, ()):
+            work.merge(merge)
+        for move in step.moves:
+            send = work.outgoing(move.transfer) if move.sends else None
+            recv = work.incoming(move.transfer) if move.receives else None
+            handles[move.transfer.number] = move.transport.start(move.message, send, recv)
+        for transport in step.beside:
+            transport.compute_follows()
+        for block, intervals in step.blocks:
+            work.compute(step.kernel, block, intervals)
+        for released in step.releases:
             handles.pop(released).release()
-    assert not handles, f"transfers {sorted(handles)} were never released"
-
-
-def _message(rank: int, plan: PassPlan, step: int, transfer: Transfer) -> Message:
-    schedule, neighbour = plan.schedule, plan.assignment.neighbour
-    return Message(
-        phase=schedule.direction,
-        axis=transfer.axis,
-        flow=transfer.way,
-        label=f"{schedule.direction} step {step}/{len(schedule.steps)}, {transfer.payload} #{transfer.index}",
-        to=neighbour(rank, transfer.axis, transfer.offset),
-        source=neighbour(rank, transfer.axis, -transfer.offset),
-        slot=transfer.recv_slot - 1 if transfer.inward else transfer.recv_slot,
-    )
 
 
 class _Chunks:
     """The chunk slots of one axis: slot 0 is this rank's own chunk, the others are filled by transfers."""
 
-    def __init__(self, call: Call, transport: Transport, axis: str, slots: int, own: Views) -> None:
+    def __init__(self, call: Call, program: Program, payload: Payload, own: Views) -> None:
+        axis, slots = AXIS[payload], program.schedule.slots
+        others = (slots.row if axis == "row" else slots.col) - 1
+        self._received: Sequence[Packed] = ()
         self.views: list[Views] = [own]
-        self.flat: list[Tensor] = []
-        if slots == 1:  # nothing moves along this axis: the caller's tensors serve as they are
+        if others == 0:  # nothing moves along this axis: the caller's tensors serve as they are
             return
-        packing = Packing(tuple(Field(name, tuple(x.shape), x.dtype) for name, x in own.items()))
-        first = torch.empty(packing.nbytes, dtype=torch.uint8, device=call.device)
-        packing.write(first, own)
-        received = transport.buffers(axis, "inward", packing.nbytes, slots - 1, call.device)
-        self.flat = [first, *received]
-        self.views = [packing.views(buffer) for buffer in self.flat]
+        own = {name: tensor.contiguous() for name, tensor in own.items()}
+        packing, transport = call.chunk_packings[payload], program.transports[axis]
+        self._received = transport.received(axis, "inward", packing, others, call.device)
+        self.views = [own, *(packed.views for packed in self._received)]
+
+    def outgoing(self, transfer: Transfer) -> Sequence[Tensor]:
+        slot = transfer.send_slot
+        return (self._received[slot - 1].flat,) if slot else tuple(self.views[0].values())
+
+    def incoming(self, transfer: Transfer) -> Tensor:
+        return self._received[transfer.recv_slot - 1].flat
 
 
 class _Accumulators:
     """Partial results of one kind (out, dq or dkv): one slot for each that is live, and buffers for those
     that arrive."""
 
-    def __init__(
-        self,
-        call: Call,
-        transport: Transport,
-        kind: AccumulatorKind,
-        axis: str,
-        slots: int,
-        recv_slots: int,
-    ) -> None:
+    def __init__(self, call: Call, program: Program, kind: AccumulatorKind) -> None:
+        axis, slots = AXIS[kind], program.schedule.slots
+        by_row = axis == "row"
+        held, received = (slots.row_acc, slots.row_recv) if by_row else (slots.col_acc, slots.col_recv)
         self._kernel = call.kernel
         self._kind = kind
         self._dtype = call.dtype
         self._softmax_scale = call.softmax_scale
-        held, self._wire = call.packings[kind]
-        self.moves = recv_slots > 0
-        self._flat: list[Tensor] = []
+        packing, wire = call.packings[kind]
+        self.moves = received > 0
+        self._packed: list[Packed] = []
         self.views: list[Views]
         if self.moves:
-            sizes = [held.nbytes] * slots
-            self._flat = [torch.empty(size, dtype=torch.uint8, device=call.device) for size in sizes]
-            self.views = [held.views(buffer) for buffer in self._flat]
+            self._packed = [packing.new(call.device) for _ in range(held)]
+            self.views = [packed.views for packed in self._packed]
         else:  # tensors of their own, which the caller may get and write to
-            self.views = [held.tensors(call.device) for _ in range(slots)]
-        self._received = transport.buffers(axis, "outward", self._wire.nbytes, recv_slots, call.device)
+            self.views = [packing.tensors(call.device) for _ in range(held)]
+        self._received = program.transports[axis].received(axis, "outward", wire, received, call.device)
         # One is enough: a partial is sent only after the one before it has gone and its echo is merged.
-        self._staging: Tensor | None = None
-        if self._wire != held and recv_slots:
-            self._staging = torch.empty_like(self._received[0])
+        self._staging: Packed | None = None
+        if wire is not packing and self.moves:
+            self._staging = wire.within(torch.empty_like(self._received[0].flat))
         self._written: set[int] = set()
 
     def first(self, index: int) -> bool:
@@ -247,19 +218,20 @@ class _Accumulators:
         if self.first(index):
             clear_accumulator(self.views[slot])
 
-    def outgoing(self, transfer: Transfer) -> Tensor:
+    def outgoing(self, transfer: Transfer) -> Sequence[Tensor]:
         self._settle(transfer.sent, transfer.send_slot)
         if self._staging is None:
-            return self._flat[transfer.send_slot]
-        self._wire.write(self._staging, self.views[transfer.send_slot])
-        return self._staging
+            return (self._packed[transfer.send_slot].flat,)
+        for name, view in self._staging.views.items():
+            view.copy_(self.views[transfer.send_slot][name])
+        return (self._staging.flat,)
 
     def incoming(self, transfer: Transfer) -> Tensor:
-        return self._received[transfer.recv_slot]
+        return self._received[transfer.recv_slot].flat
 
     def merge(self, merge: Merge) -> None:
         self._settle(merge.index, merge.acc)
-        mine, theirs = self.views[merge.acc], self._wire.views(self._received[merge.recv_slot])
+        mine, theirs = self.views[merge.acc], self._received[merge.recv_slot].views
         if self._kind == "out":
             merge_partial(mine["out"], mine["lse"], theirs["out"], theirs["lse"])
         else:
@@ -282,53 +254,42 @@ class _Pass:
     """What the entries of a step list mean in one direction."""
 
     def __init__(
-        self, call: Call, plan: PassPlan, row: Views, col: Views, partials: Mapping[AccumulatorKind, str]
+        self,
+        call: Call,
+        program: Program,
+        chunks: Mapping[Payload, Views],
+        partials: Sequence[AccumulatorKind],
     ) -> None:
-        slots, transports = plan.schedule.slots, plan.transports
         self._call = call
-        self._plan = plan
-        self._chunks = {
-            "row": _Chunks(call, transports["row"], "row", slots.row, row),
-            "col": _Chunks(call, transports["col"], "col", slots.col, col),
-        }
-        counts = {"row": (slots.row_acc, slots.row_recv), "col": (slots.col_acc, slots.col_recv)}
+        self._rows, self._cols = (_Chunks(call, program, *chunk) for chunk in chunks.items())
         self._partials: dict[str, _Accumulators] = {
-            kind: _Accumulators(call, transports[axis], kind, axis, *counts[axis])
-            for kind, axis in partials.items()
+            kind: _Accumulators(call, program, kind) for kind in partials
         }
 
-    def outgoing(self, transfer: Transfer) -> Tensor:
+    def _holder(self, transfer: Transfer) -> _Chunks | _Accumulators:
         if transfer.inward:
-            return self._chunks[transfer.axis].flat[transfer.send_slot]
-        return self._partials[transfer.payload].outgoing(transfer)
+            return self._rows if transfer.axis == "row" else self._cols
+        return self._partials[transfer.payload]
+
+    def outgoing(self, transfer: Transfer) -> Sequence[Tensor]:
+        return self._holder(transfer).outgoing(transfer)
 
     def incoming(self, transfer: Transfer) -> Tensor:
-        if transfer.inward:
-            return self._chunks[transfer.axis].flat[transfer.recv_slot]
-        return self._partials[transfer.payload].incoming(transfer)
+        return self._holder(transfer).incoming(transfer)
 
     def merge(self, merge: Merge) -> None:
         self._partials[merge.payload].merge(merge)
 
-    def block(self, block: Block, *, crowded: bool) -> None:
-        call = self._call
-        queries = self._plan.assignment.query_chunk(call.rank, block.row)
-        keys = self._plan.assignment.key_chunk(call.rank, block.col)
-        intervals = call.intervals(queries, keys, block.part, block.parts)
-        if not intervals.is_empty:
-            kernel = self._plan.crowded_kernel if crowded else call.kernel
-            self._compute(kernel, block, intervals)
-
-    def _compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
+    def compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
         raise NotImplementedError
 
 
 class _Forward(_Pass):
     def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().__init__(call, call.forward, {"q": q}, {"k": k, "v": v}, {"out": "row"})
+        super().__init__(call, call.forward, {"q": {"q": q}, "kv": {"k": k, "v": v}}, ("out",))
 
-    def _compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
-        queries, keys = self._chunks["row"].views[block.row_slot], self._chunks["col"].views[block.col_slot]
+    def compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
+        queries, keys = self._rows.views[block.row_slot], self._cols.views[block.col_slot]
         out = self._partials["out"]
         kernel.forward(
             queries["q"],
@@ -363,10 +324,10 @@ class _Backward(_Pass):
         delta: Tensor,
     ) -> None:
         bundle = {"q": q, "do": do, "lse": lse, "delta": delta}
-        super().__init__(call, call.backward, bundle, {"k": k, "v": v}, {"dq": "row", "dkv": "col"})
+        super().__init__(call, call.backward, {"bundle": bundle, "kv": {"k": k, "v": v}}, ("dq", "dkv"))
 
-    def _compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
-        queries, keys = self._chunks["row"].views[block.row_slot], self._chunks["col"].views[block.col_slot]
+    def compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
+        queries, keys = self._rows.views[block.row_slot], self._cols.views[block.col_slot]
         dq, dkv = self._partials["dq"], self._partials["dkv"]
         kernel.backward(
             queries["q"],

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
 import torch
 from torch import Tensor
+
+Views = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,15 @@ class Field:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A flat buffer and the tensors that lie in it."""
+
+    flat: Tensor
+    views: Views
+
+
+@dataclass(frozen=True, eq=False)
 class Packing:
     """Tensors laid one after the other without gaps, so that the bytes sent are the bytes of the tensors.
 
@@ -48,13 +58,31 @@ class Packing:
             begin += field.nbytes
         return views
 
+    def within(self, buffer: Tensor) -> Packed:
+        """`buffer` (flat uint8) with its views."""
+        return Packed(buffer, self.views(buffer))
+
+    def new(self, device: torch.device) -> Packed:
+        """A buffer for fields of one type, which is the type of the buffer."""
+        (dtype,) = {field.dtype for field in self.fields}
+        flat = torch.empty(self.nbytes // dtype.itemsize, dtype=dtype, device=device)
+        sizes = [prod(field.shape) for field in self.fields]
+        pieces = zip(self.fields, torch.split(flat, sizes), strict=True)
+        return Packed(flat, {field.name: piece.view(field.shape) for field, piece in pieces})
+
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         """The fields as tensors of their own, where nothing is to be sent."""
         return {
             field.name: torch.empty(field.shape, dtype=field.dtype, device=device) for field in self.fields
         }
 
-    def write(self, buffer: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Copy (and cast) `values` into `buffer`."""
-        for name, view in self.views(buffer).items():
-            view.copy_(values[name])
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, flat uint8."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def packed_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of contiguous tensors one behind the other, flat uint8: a copy, unless it is one."""
+    parts = [as_bytes(tensor) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

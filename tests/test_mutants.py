@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,7 +85,7 @@ def _send_the_wrong_chunk(patch: pytest.MonkeyPatch) -> None:
     """Each rank hands on its own chunk again, instead of the one that it received last."""
     outgoing = engine._Pass.outgoing
 
-    def mutant(self: engine._Pass, transfer: Transfer) -> Tensor:
+    def mutant(self: engine._Pass, transfer: Transfer) -> Any:
         return outgoing(self, replace(transfer, send_slot=0) if transfer.inward else transfer)
 
     patch.setattr(engine._Pass, "outgoing", mutant)
@@ -120,8 +120,9 @@ def _count_one_less(traffic: Traffic, message: Message, send: Tensor, recv: Tens
     COUNT(traffic, message, send, recv)
 
 
-def _count_elements(traffic: Traffic, message: Message, send: Tensor, recv: Tensor) -> None:
-    COUNT(traffic, message, send.view(-1)[: send.numel() // 2], recv.view(-1)[: recv.numel() // 2])
+def _count_elements(traffic: Traffic, message: Message, send: Sequence[Tensor], recv: Tensor) -> None:
+    halves = [x.view(-1)[: x.numel() // 2] for x in (*send, recv)]
+    COUNT(traffic, message, halves[:-1], halves[-1])
 
 
 COUNT = Traffic.count
@@ -145,8 +146,8 @@ def test_a_counter_copied_from_the_formula_is_found_out(monkeypatch: pytest.Monk
     case = Case(Tile(2, 2), SHAPE)
     start = Transport.start
 
-    def longer(self: Transport, message: Message, send: Tensor, recv: Tensor) -> Any:
-        handle = start(self, message, _longer(send), room := _longer(recv))
+    def longer(self: Transport, message: Message, send: Sequence[Tensor], recv: Tensor) -> Any:
+        handle = start(self, message, [*send, recv.new_zeros(4)], room := _longer(recv))
 
         class Shortened:
             def wait(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshattn.packing import Field, Packing
+from meshattn.packing import Field, Packing, packed_bytes
 
+CPU = torch.device("cpu")
 PACKING = Packing(
     (
         Field("q", (2, 3, 8), torch.bfloat16),
@@ -32,13 +33,19 @@ def test_views_share_the_buffer_and_cover_it_once() -> None:
     assert buffer.tolist() == [1] * PACKING.nbytes, "every byte in exactly one view"
 
 
-def test_write_casts_and_takes_any_strides() -> None:
-    q = torch.randn(3, 2, 8, dtype=torch.float64).transpose(0, 1)
-    lse = torch.randn(2, 1).expand(2, 3)
-    buffer = torch.full((PACKING.nbytes,), 255, dtype=torch.uint8)
-    PACKING.write(buffer, {"q": q, "lse": lse, "none": torch.zeros(0, 4)})
-    views = PACKING.views(buffer)
-    assert torch.equal(views["q"], q.bfloat16()) and torch.equal(views["lse"], lse)
+def test_a_new_buffer_has_the_type_of_its_fields() -> None:
+    packed = Packing((Field("dk", (2, 3), torch.float64), Field("dv", (2, 5), torch.float64))).new(CPU)
+    assert packed.flat.dtype == torch.float64 and packed.flat.nbytes == 2 * 8 * 8
+    for name, view in packed.views.items():
+        view.fill_(1 if name == "dk" else 2)
+    assert packed.flat.tolist() == [1] * 6 + [2] * 10
+
+
+def test_bytes_of_several_tensors_stand_one_behind_the_other() -> None:
+    parts = [torch.arange(3, dtype=torch.int16).view(3, 1), torch.tensor([7], dtype=torch.uint8)]
+    assert packed_bytes(parts).tolist() == [0, 0, 1, 0, 2, 0, 7]
+    (one,) = parts[:1]
+    assert packed_bytes([one]).data_ptr() == one.data_ptr()
 
 
 def test_fields_that_would_not_be_aligned_are_refused() -> None:

@@ -51,8 +51,8 @@ def test_a_ring(ranks: int, backend: Backend) -> None:
         slots[0].fill_(rank)
         for hop in range(1, ranks):
             other = torch.empty(8, dtype=torch.uint8)
-            first = transport.start(_message(rank, ranks), slots[hop - 1], slots[hop])
-            second = transport.start(_message(rank, ranks, axis="row"), _filled(100 + rank, 8), other)
+            first = transport.start(_message(rank, ranks), [slots[hop - 1]], slots[hop])
+            second = transport.start(_message(rank, ranks, axis="row"), [_filled(100 + rank, 8)], other)
             second.wait()
             first.wait()
             first.release()
@@ -93,7 +93,7 @@ def test_counters(backend: Backend) -> None:
         transport.all_gather(torch.ones(1))
         for axis, size in (("row", 8), ("col", 16), ("row", 8)):
             recv = torch.empty(size, dtype=torch.uint8)
-            transport.start(_message(rank, 2, axis=axis), _filled(1, size), recv).wait()
+            transport.start(_message(rank, 2, axis=axis), [_filled(1, size)], recv).wait()
         records = transport.traffic.records()
         transport.traffic.reset()
         assert transport.traffic.records() == ()
@@ -111,7 +111,7 @@ def test_simulated_receive_buffers_are_poison_until_the_wait() -> None:
 
     def on_rank(transport: Transport, rank: int) -> None:
         recv = torch.zeros(16, dtype=torch.uint8)
-        handle = transport.start(_message(rank, 2), _filled(rank), recv)
+        handle = transport.start(_message(rank, 2), [_filled(rank)], recv)
         assert recv.view(torch.float32).isnan().all() and recv.view(torch.float64).isnan().all()
         assert recv.view(torch.bfloat16).isnan().all()
         handle.wait()
@@ -125,7 +125,7 @@ def test_overwriting_a_simulated_send_buffer_spoils_what_arrives() -> None:
 
     def on_rank(transport: Transport, rank: int) -> int:
         send, recv = _filled(7), torch.zeros(16, dtype=torch.uint8)
-        handle = transport.start(_message(rank, 2), send, recv)
+        handle = transport.start(_message(rank, 2), [send], recv)
         if rank == 0:
             send.fill_(9)
         transport.all_gather(torch.zeros(1))  # both have started, and rank 0 has spoilt its buffer
@@ -140,7 +140,7 @@ def test_a_simulated_wait_is_a_rendezvous() -> None:
 
     def on_rank(transport: Transport, rank: int) -> float:
         begin = time.monotonic()
-        handle = transport.start(_message(rank, 2), _filled(1), torch.empty(16, dtype=torch.uint8))
+        handle = transport.start(_message(rank, 2), [_filled(1)], torch.empty(16, dtype=torch.uint8))
         if rank == 1:
             time.sleep(0.5)
         handle.wait()
@@ -157,7 +157,7 @@ def test_halves_that_do_not_take_place(backend: Backend) -> None:
         found = []
         for number, silent in enumerate((0, 2, None)):
             recv = torch.zeros(16, dtype=torch.uint8)
-            send = None if rank == silent else _filled(10 * number + rank)
+            send = None if rank == silent else [_filled(10 * number + rank)]
             transport.start(_message(rank, 3), send, None if (rank + 1) % 3 == silent else recv).wait()
             found.append(int(recv[0]))
         nothing = transport.start(_message(rank, 3), None, None)
@@ -180,7 +180,7 @@ def test_connections_of_one_simulated_group_do_not_mix() -> None:
         received = [torch.empty(16, dtype=torch.uint8) for _ in range(2)]
         order = (0, 1) if group.rank == 0 else (1, 0)
         handles = {
-            n: (first, second)[n].start(_message(group.rank, 2), _filled(10 * n + group.rank), received[n])
+            n: (first, second)[n].start(_message(group.rank, 2), [_filled(10 * n + group.rank)], received[n])
             for n in order
         }
         for n in (0, 1):
@@ -193,7 +193,7 @@ def test_connections_of_one_simulated_group_do_not_mix() -> None:
 def test_a_size_that_does_not_match_is_named() -> None:
     def on_rank(transport: Transport, rank: int) -> str:
         size = 8 if rank == 0 else 16
-        handle = transport.start(_message(rank, 2), _filled(1, size), torch.empty(16, dtype=torch.uint8))
+        handle = transport.start(_message(rank, 2), [_filled(1, size)], torch.empty(16, dtype=torch.uint8))
         if rank == 0:
             with pytest.raises(TransportError, match=r"the run has ended|nothing from rank 1|has failed"):
                 handle.wait()
@@ -212,7 +212,7 @@ def test_a_peer_that_never_comes_is_named(backend: Backend) -> None:
         if rank == 1:
             time.sleep(2)
             return ""
-        handle = transport.start(_message(0, 2), _filled(1), torch.empty(16, dtype=torch.uint8))
+        handle = transport.start(_message(0, 2), [_filled(1)], torch.empty(16, dtype=torch.uint8))
         with pytest.raises(TransportError) as info:
             handle.wait()
         return str(info.value)
@@ -226,7 +226,7 @@ def test_buffers_with_gaps_are_refused(backend: Backend) -> None:
     def on_rank(transport: Transport, rank: int) -> None:
         gaps = torch.zeros(16, dtype=torch.uint8)[::2]
         with pytest.raises(AssertionError, match="kv #1"):
-            transport.start(_message(rank, 2), gaps, gaps)
+            transport.start(_message(rank, 2), [gaps], gaps)
         assert transport.traffic.records() == ()
 
     _on_ranks(2, backend, on_rank)

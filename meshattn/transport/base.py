@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from meshattn.packing import Packed, Packing
 
 
 class TransportError(RuntimeError):
@@ -49,29 +51,24 @@ class Traffic:
     """Counts what is really handed to the send and receive calls."""
 
     def __init__(self) -> None:
-        self._records: dict[tuple[str, str, str], TrafficRecord] = {}
+        self._counts: dict[tuple[str, str, str], list[int]] = {}
 
-    def count(self, message: Message, send: Tensor | None, recv: Tensor | None) -> None:
+    def count(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> None:
         if send is None and recv is None:
             return
         key = (message.phase, message.axis, message.flow)
-        old = self._records.get(key, TrafficRecord(*key))
-        self._records[key] = replace(
-            old,
-            messages=old.messages + (send is not None),
-            sent_bytes=old.sent_bytes + _num_bytes(send),
-            received_bytes=old.received_bytes + _num_bytes(recv),
-        )
+        counts = self._counts.setdefault(key, [0, 0, 0])
+        if send is not None:
+            counts[0] += 1
+            counts[1] += sum(part.nbytes for part in send)
+        if recv is not None:
+            counts[2] += recv.nbytes
 
     def records(self) -> tuple[TrafficRecord, ...]:
-        return tuple(self._records[key] for key in sorted(self._records))
+        return tuple(TrafficRecord(*key, *self._counts[key]) for key in sorted(self._counts))
 
     def reset(self) -> None:
-        self._records.clear()
-
-
-def _num_bytes(buffer: Tensor | None) -> int:
-    return 0 if buffer is None else buffer.numel() * buffer.element_size()
+        self._counts.clear()
 
 
 class Handle(Protocol):
@@ -103,18 +100,26 @@ class Transport(ABC):
         """
         return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(slots)]
 
-    def start(self, message: Message, send: Tensor | None, recv: Tensor | None) -> Handle:
-        """Send `send` to rank `message.to`, fill `recv` from rank `message.source`; both contiguous.
+    def received(
+        self, axis: str, flow: str, packing: Packing, slots: int, device: torch.device
+    ) -> Sequence[Packed]:
+        """`buffers` with the tensors that arrive in them."""
+        return [packing.within(x) for x in self.buffers(axis, flow, packing.nbytes, slots, device)]
+
+    def start(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> Handle:
+        """Send tensors, one behind the other, to rank `message.to`, and fill `recv`, flat uint8, with as many
+        bytes from rank `message.source`; all contiguous.
 
         A half that is None does not take place, and its peer leaves it out too. Every rank starts every
         exchange all the same, also one of which nothing is left for it.
         """
-        assert all(x is None or x.is_contiguous() for x in (send, recv)), message.label
+        assert all(x.is_contiguous() for x in send or ()), message.label
+        assert recv is None or recv.is_contiguous(), message.label
         self.traffic.count(message, send, recv)
         return self._exchange(message, send, recv)
 
     @abstractmethod
-    def _exchange(self, message: Message, send: Tensor | None, recv: Tensor | None) -> Handle: ...
+    def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> Handle: ...
 
     def compute_follows(self) -> None:  # noqa: B027 (optional)
         """The exchanges of a step have been started, and its blocks come next on the current stream."""

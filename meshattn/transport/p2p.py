@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshattn.packing import packed_bytes
 from meshattn.transport.base import Message, Transport, TransportError
 from meshattn.transport.nccl import NcclGroup
 
@@ -66,7 +67,8 @@ class P2PTransport(Transport):
         self._timeout = timeout
         self._nccl: NcclGroup | None = None
 
-    def _exchange(self, message: Message, send: Tensor | None, recv: Tensor | None) -> _P2PHandle:
+    def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> _P2PHandle:
+        packed = None if send is None else packed_bytes(send)
         tag = self._count % _TAGS
         self._count += 1
         to, source = self._members[message.to], self._members[message.source]
@@ -74,13 +76,13 @@ class P2PTransport(Transport):
             f"{message.label}: the exchange to rank {self._names[message.to]} and from rank "
             f"{self._names[message.source]}"
         )
-        halves = [(dist.isend, send, to), (dist.irecv, recv, source)]
+        halves = [(dist.isend, packed, to), (dist.irecv, recv, source)]
         operations = [
             dist.P2POp(operation, buffer, group=self.group, tag=tag, group_peer=peer)
             for operation, buffer, peer in halves
             if buffer is not None
         ]
-        nccl = self._nccl_of(send if send is not None else recv)
+        nccl = self._nccl_of(packed if packed is not None else recv)
         begun = None if nccl is None else nccl.begin()
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
@@ -88,7 +90,7 @@ class P2PTransport(Transport):
             raise _failed(where, str(error)) from error
         if nccl is not None:
             nccl.follow(where, begun, works)
-        return _P2PHandle(where, works, (send, recv))
+        return _P2PHandle(where, works, (packed, recv))
 
     def _nccl_of(self, buffer: Tensor | None) -> NcclGroup | None:
         if buffer is None or buffer.device.type != "cuda" or not self.uses_nccl:

@@ -15,10 +15,12 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from meshattn.packing import Packed, Packing
 from meshattn.transport.base import Message, Traffic, Transport, TransportError
 from meshattn.transport.cuda_driver import StreamOps
 from meshattn.transport.slots import SlotLayout
@@ -42,6 +44,7 @@ class _Arena:
     region: Region
     stream: int  # the last pass that used it was enqueued there
     captured: bool = False  # a CUDA graph knows its addresses
+    views: WeakKeyDictionary[Packing, list[Packed]] = field(default_factory=WeakKeyDictionary)
     open: set[int] = field(default_factory=set)  # slots between start and release
 
 
@@ -100,11 +103,17 @@ class _Exchange:
     """A started exchange, of which the half that is None does not take place; its handle."""
 
     def __init__(
-        self, engine: CopyEngine, arena: _Arena, message: Message, send: Tensor | None, recv: Tensor | None
+        self,
+        engine: CopyEngine,
+        arena: _Arena,
+        message: Message,
+        send: Sequence[Tensor] | None,
+        recv: Tensor | None,
     ) -> None:
         self.engine = engine
         self.message = message
-        self.send = send  # both are kept alive until they are done with
+        self.send = send  # kept alive until the current stream is behind them
+        self.sources = [(part.data_ptr(), part.nbytes) for part in send or ()]
         self.recv = recv
         self._arena = arena
         self._live = not engine.ops.capturing()  # a captured exchange runs later, and often
@@ -129,7 +138,10 @@ class _Exchange:
         ops.wait_event(comm, begun)
         ops.wait(comm, self.granted, 1)
         ops.write(comm, self.granted, 0)
-        ops.copy(comm, there + layout.data(slot), self.send.data_ptr(), self.send.numel())
+        to = there + layout.data(slot)
+        for source, nbytes in self.sources:
+            ops.copy(comm, to, source, nbytes)
+            to += nbytes
         ops.write(comm, there + layout.ready(slot), 1)
         ops.record(self._sent, comm)
         if self._live:
@@ -148,6 +160,7 @@ class _Exchange:
             ops.write(stream, self.ready, 0)
         if self._sent is not None:
             ops.wait_event(stream, self._sent)
+            self.send = None
         done = engine.event()
         ops.record(done, stream)
         if self._live:
@@ -187,8 +200,8 @@ class _Sending(_End):
     def let_go(self) -> None:
         """Push without leave of the receiver: NaN, so that nobody computes on with wrong numbers unseen."""
         exchange = self._exchange
-        assert exchange.send is not None
-        exchange.engine.ops.rescue_fill(exchange.send.data_ptr(), exchange.send.numel())
+        for source, nbytes in exchange.sources:
+            exchange.engine.ops.rescue_fill(source, nbytes)
         exchange.engine.ops.rescue_word(exchange.granted, 1)
 
     def recycle(self) -> None:
@@ -240,9 +253,28 @@ class SymmetricTransport(Transport):
         self._outgrown: list[_Arena] = []  # that CUDA graphs still use
 
     def buffers(self, axis: str, flow: str, nbytes: int, slots: int, device: torch.device) -> list[Tensor]:
-        self.check()
         if slots == 0:
             return []
+        arena = self._entered(axis, flow, nbytes, slots)
+        layout, local = arena.layout, arena.region.local
+        return [local[layout.data(slot) : layout.data(slot) + nbytes] for slot in range(slots)]
+
+    def received(
+        self, axis: str, flow: str, packing: Packing, slots: int, device: torch.device
+    ) -> Sequence[Packed]:
+        if slots == 0:
+            return ()
+        arena = self._entered(axis, flow, packing.nbytes, slots)
+        known = arena.views.get(packing)
+        if known is None or len(known) < slots:
+            layout, local, nbytes = arena.layout, arena.region.local, packing.nbytes
+            begins = [layout.data(slot) for slot in range(slots)]
+            known = arena.views[packing] = [packing.within(local[at : at + nbytes]) for at in begins]
+        return known
+
+    def _entered(self, axis: str, flow: str, nbytes: int, slots: int) -> _Arena:
+        """The memory of a flow along an axis, when a pass begins to use it."""
+        self.check()
         arena = self._arenas.get((axis, flow))
         if arena is None or not arena.layout.holds(slots, nbytes):
             arena = self._arenas[axis, flow] = self._grow(arena, axis, flow, slots, nbytes)
@@ -252,8 +284,7 @@ class SymmetricTransport(Transport):
                 "under way: build a new mesh"
             )
         self._enter(arena)
-        layout, local = arena.layout, arena.region.local
-        return [local[layout.data(slot) : layout.data(slot) + nbytes] for slot in range(slots)]
+        return arena
 
     def _grow(self, old: _Arena | None, axis: str, flow: str, slots: int, nbytes: int) -> _Arena:
         if self._engine.ops.capturing():
@@ -287,15 +318,13 @@ class SymmetricTransport(Transport):
             self._engine.recycle(event)
         arena.stream = stream
 
-    def _exchange(self, message: Message, send: Tensor | None, recv: Tensor | None) -> _Exchange:
+    def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> _Exchange:
         self.check()
         arena = self._arenas[message.axis, message.flow]
         begin = arena.region.local.data_ptr() + arena.layout.data(message.slot)
         assert recv is None or recv.data_ptr() == begin, f"{message.label}: not slot {message.slot}"
-        for buffer in (send, recv):
-            assert buffer is None or (
-                buffer.dtype == torch.uint8 and buffer.numel() <= arena.layout.slot_bytes
-            )
+        assert send is None or sum(part.nbytes for part in send) <= arena.layout.slot_bytes
+        assert recv is None or recv.numel() <= arena.layout.slot_bytes
         assert message.slot not in arena.open, f"{message.label}: slot {message.slot} is still in use"
         arena.open.add(message.slot)
         exchange = _Exchange(self._engine, arena, message, send, recv)

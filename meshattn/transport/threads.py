@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from meshattn.packing import as_bytes
 from meshattn.transport.base import Message, Transport, TransportError
 
 _NAN_BYTE = 255  # 0xFF repeated is NaN in every float type
@@ -24,7 +26,7 @@ _NAN_BYTE = 255  # 0xFF repeated is NaN in every float type
 
 @dataclass
 class _Parcel:
-    buffer: Tensor
+    parts: Sequence[Tensor]
     taken: bool = False
 
 
@@ -95,12 +97,14 @@ class _ThreadHandle:
         transport, message = self._transport, self._message
         if self._recv is not None:
             parcel = transport.take(message, self._number)
-            if parcel.buffer.numel() != self._recv.numel():
+            sizes = [part.nbytes for part in parcel.parts]
+            if sum(sizes) != self._recv.numel():
                 raise TransportError(
                     f"{message.label}: rank {transport.rank} expected {self._recv.numel()} bytes from rank "
-                    f"{message.source}, which sent {parcel.buffer.numel()}"
+                    f"{message.source}, which sent {sum(sizes)}"
                 )
-            self._recv.copy_(parcel.buffer)
+            for piece, part in zip(torch.split(self._recv, sizes), parcel.parts, strict=True):
+                piece.copy_(as_bytes(part))
             transport.acknowledge(message, parcel)
         if self._sent is not None:
             transport.until_taken(message, self._sent)
@@ -123,7 +127,9 @@ class ThreadTransport(Transport):
         self._posted = [0] * group.size  # parcels so far, by receiver and by sender
         self._expected = [0] * group.size
 
-    def _exchange(self, message: Message, send: Tensor | None, recv: Tensor | None) -> _ThreadHandle:
+    def _exchange(
+        self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None
+    ) -> _ThreadHandle:
         number = self._expected[message.source]
         if recv is not None:
             recv.fill_(_NAN_BYTE)
@@ -131,8 +137,8 @@ class ThreadTransport(Transport):
         parcel = None if send is None else self._post(message.to, send)
         return _ThreadHandle(self, message, recv, number, parcel)
 
-    def _post(self, to: int, buffer: Tensor) -> _Parcel:
-        parcel = _Parcel(buffer)
+    def _post(self, to: int, parts: Sequence[Tensor]) -> _Parcel:
+        parcel = _Parcel(parts)
         mailbox = self._world.mailboxes[to]
         with mailbox.bell:
             mailbox.parcels[(self._connection, self.rank, self._posted[to])] = parcel
@@ -175,12 +181,12 @@ class ThreadTransport(Transport):
         # read it.
         parts: list[Tensor] = []
         for peer in range(self._world.size):
-            self._post(peer, tensor.detach().clone())
+            self._post(peer, [tensor.detach().clone()])
         for peer in range(self._world.size):
             message = Message("gather", "mesh", "inward", f"all-gather, part of rank {peer}", self.rank, peer)
             number = self._expected[peer]
             self._expected[peer] += 1
-            parts.append(self.take(message, number).buffer)
+            parts.extend(self.take(message, number).parts)
         return parts
 
 

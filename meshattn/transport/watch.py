@@ -74,9 +74,8 @@ class Watch:
         self._lanes: defaultdict[str, deque[Pending]] = defaultdict(deque)
         self._since: dict[str, tuple[Pending, float]] = {}
         self._patience_ends: threading.Timer | None = None
-        self._something = threading.Event()
+        self._ends = threading.Event()
         self._thread: threading.Thread | None = None
-        self._stopped = False
         self.failure: str | None = None
 
     def check(self) -> None:
@@ -87,40 +86,33 @@ class Watch:
     def fail(self, failure: str) -> None:
         """Remember a failure that was found elsewhere; the first one counts."""
         self.failure = self.failure or failure
-        self._something.set()
 
     def add(self, pending: Pending) -> None:
-        """Watch one more. Cheap, since it is called for every exchange: no lock, no look at the GPU."""
+        """Watch one more. Cheap, since it is called for every exchange: no lock, no look at the GPU, and the
+        thread is not woken, which would take the interpreter from this one."""
         self._lanes[pending.lane].append(pending)
-        if not self._something.is_set():
-            self._something.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="meshattn-watch", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
         """End the thread. What is still pending is not watched any more."""
-        self._stopped = True
+        self._ends.set()
         self._stop_patience()
-        self._something.set()
         if self._thread is not None:
             self._thread.join(10 * _LONGEST_PAUSE)
 
     def _run(self) -> None:
         try:
             self._enter_thread()
-            while not self._stopped:
-                if self._look():
-                    time.sleep(self._pause if self.failure is None else _RESCUE_PAUSE)
-                else:
-                    self._something.wait()
+            while not self._ends.wait(self._pause if self.failure is None else _RESCUE_PAUSE):
+                self._look()
         except Exception as error:
             self.failure = self.failure or f"the watch over the exchanges has failed: {error}"
             raise
 
-    def _look(self) -> bool:
-        """One look at all lanes; False if nothing is pending."""
-        self._something.clear()
+    def _look(self) -> None:
+        """One look at all lanes."""
         lanes = list(self._lanes.items())
         for name, lane in lanes:
             if _reap(lane):
@@ -129,10 +121,8 @@ class Watch:
                 self.failure = f"{lane[0].failure} within {self._timeout:g} s"
         if not any(lane for _, lane in lanes):
             self._stop_patience()
-            return False
-        if self.failure is not None:
+        elif self.failure is not None:
             self._rescue([pending for _, lane in lanes for pending in list(lane)])
-        return True
 
     def _rescue(self, stuck: Sequence[Pending]) -> None:
         if self._patience_ends is None:

@@ -70,11 +70,11 @@ def _ring_pass(rank: Rank, hops: int, slots: int, seen: list[int], tag: int) -> 
 
     for hop in range(hops):
         slot = hop % slots
-        handle = rank.transport.start(rank.message(slot, hop), current, received[slot])
+        handle = rank.transport.start(rank.message(slot, hop), [current], received[slot])
         rank.compute(lambda chunk=current: use(chunk, False))
         handle.wait()
+        rank.compute(lambda chunk=current: chunk.fill_(255))  # also the own one, which may be freed now
         if held is not None:
-            rank.compute(lambda chunk=current: chunk.fill_(255))
             held.release()
         current, held = received[slot], handle
     rank.compute(lambda chunk=current: use(chunk, True))
@@ -115,12 +115,15 @@ def _pairs(world: World, ranks: int, slots: int, passes: int) -> list[list[int]]
             received = member.transport.buffers("col", "inward", NBYTES, slots, CPU)
             own = torch.empty(NBYTES, dtype=torch.uint8)
             member.compute(lambda own=own, value=number: own.fill_(value))
-            handle = member.transport.start(member.message(slot), own, received[slot])
+            handle = member.transport.start(member.message(slot), [own], received[slot])
             handle.wait()
 
-            def use(chunk: Tensor = received[slot], log: list[int] = seen[member.rank]) -> None:
+            def use(
+                chunk: Tensor = received[slot], log: list[int] = seen[member.rank], own: Tensor = own
+            ) -> None:
                 log.extend(sorted({int(x) for x in chunk}))
                 chunk.fill_(255)
+                own.fill_(254)
 
             member.compute(use)
             handle.release()
@@ -184,7 +187,7 @@ def _many_peers(world: World, ranks: int, slots: int, one_queue: bool) -> list[l
                     take()
                 to, source = (member.rank - offset) % ranks, (member.rank + offset) % ranks
                 message = Message("forward", "col", "inward", f"direct {offset}", to, source, slot)
-                handles.append((member.transport.start(message, own, received[slot]), received[slot]))
+                handles.append((member.transport.start(message, [own], received[slot]), received[slot]))
             while handles:
                 take()
             member.compute(lambda own=own: own.fill_(254))
@@ -224,7 +227,7 @@ def test_halves_that_are_left_out_leave_the_flags_alone() -> None:
                 (received,) = member.transport.buffers("col", "inward", NBYTES, 1, CPU)
                 own = torch.full((NBYTES,), number, dtype=torch.uint8)
                 skipped = number % 3 == 1
-                send = None if skipped and member.rank == 0 else own
+                send = None if skipped and member.rank == 0 else [own]
                 recv = None if skipped and member.rank == 1 else received
                 handle = member.transport.start(member.message(0), send, recv)
                 handle.wait()
@@ -270,7 +273,7 @@ def test_a_pass_that_broke_off_is_remembered() -> None:
     members = [Rank(world, memory, r, 2) for r in range(2)]
     for member in members:
         (received,) = member.transport.buffers("col", "inward", NBYTES, 1, CPU)
-        member.transport.start(member.message(0), torch.zeros(NBYTES, dtype=torch.uint8), received)
+        member.transport.start(member.message(0), [torch.zeros(NBYTES, dtype=torch.uint8)], received)
     with pytest.raises(TransportError, match="broke off with 1 exchange"):
         members[0].transport.buffers("col", "inward", NBYTES, 1, CPU)
 
@@ -295,7 +298,7 @@ def test_a_lost_peer_is_named_and_its_bytes_become_nan() -> None:
     (received,), _ = (m.transport.buffers("col", "inward", NBYTES, 1, CPU) for m in members)
     me = members[0]
     own = torch.zeros(NBYTES, dtype=torch.uint8)
-    me.transport.start(me.message(0, 4), own, received).wait()
+    me.transport.start(me.message(0, 4), [own], received).wait()
     assert not world.run(), "it waits"
     assert not received.any()
     _until_failure(me)
@@ -305,7 +308,7 @@ def test_a_lost_peer_is_named_and_its_bytes_become_nan() -> None:
     with pytest.raises(TransportError, match=told):
         me.transport.check()
     with pytest.raises(TransportError, match=told):
-        me.transport.start(me.message(0), own, received)
+        me.transport.start(me.message(0), [own], received)
 
 
 def test_a_peer_that_never_frees_its_slot_is_named_and_gets_nan() -> None:
@@ -315,7 +318,7 @@ def test_a_peer_that_never_frees_its_slot_is_named_and_gets_nan() -> None:
         for member in members[: 2 - number]:
             (received,) = member.transport.buffers("col", "inward", NBYTES, 1, CPU)
             own = torch.full((NBYTES,), number, dtype=torch.uint8)
-            handle = member.transport.start(member.message(0), own, received)
+            handle = member.transport.start(member.message(0), [own], received)
             if member.rank == 0 and number == 0:
                 handle.wait()
                 handle.release()

@@ -1,0 +1,108 @@
+"""A step list as one rank executes it: with whom it exchanges what, and which blocks have anything to
+compute.
+
+All of it follows from the call, so it is worked out once, before the first pass, and not in every one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshattn.plan.assignment import Assignment
+from meshattn.plan.hops import Hops
+from meshattn.plan.schedule import Block, Merge, Schedule, Transfer
+from meshattn.transport.base import Message, Transport
+from meshattn_kernels import AttentionKernel, Intervals
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A transfer of the list as this rank takes part in it."""
+
+    transfer: Transfer
+    transport: Transport
+    message: Message
+    sends: bool
+    receives: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A step of the list; see `plan.schedule.Step` for the order in it."""
+
+    waits: tuple[int, ...]
+    merges: tuple[Merge, ...]  # of what has arrived
+    moves: tuple[Move, ...]
+    beside: tuple[Transport, ...]  # that move something now, beside the blocks of this step
+    blocks: tuple[tuple[Block, Intervals], ...]  # that are not empty
+    kernel: AttentionKernel
+    releases: tuple[int, ...]  # transfers whose receive slot is not needed any more
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one pass does on one rank."""
+
+    rank: int
+    schedule: Schedule
+    assignment: Assignment  # which way round its rings it goes
+    hops: Hops  # the transfers of the list that take place for this rank
+    transports: Mapping[str, Transport]  # by axis
+    intervals: Callable[[int, int, int, int], Intervals]  # of query chunk, key chunk, part, parts
+    kernel: AttentionKernel
+    crowded_kernel: AttentionKernel  # for blocks beside transfers that take multiprocessors
+
+    @cached_property
+    def steps(self) -> tuple[Work, ...]:
+        """The steps of the list, in order."""
+        crowding: set[int] = set()  # transfers under way that take multiprocessors from the kernels
+        arrived: set[int] = set()
+        releases: dict[int, list[int]] = {}
+        steps = []
+        for number, step in enumerate(self.schedule.steps):
+            crowding.difference_update(step.waits)
+            merges = tuple(merge for merge in step.merges if merge.transfer in arrived)
+            moves = tuple(self._move(number, transfer) for transfer in step.transfers)
+            for move in moves:
+                releases.setdefault(move.transfer.last_use, []).append(move.transfer.number)
+                if move.receives:
+                    arrived.add(move.transfer.number)
+                if move.transport.multiprocessors and (move.sends or move.receives):
+                    crowding.add(move.transfer.number)
+            blocks = tuple(pair for pair in map(self._block, step.blocks) if not pair[1].is_empty)
+            moving = dict.fromkeys(move.transport for move in moves if move.sends or move.receives)
+            steps.append(
+                Work(
+                    waits=step.waits,
+                    merges=merges,
+                    moves=moves,
+                    beside=tuple(moving) if blocks else (),
+                    blocks=blocks,
+                    kernel=self.crowded_kernel if crowding else self.kernel,
+                    releases=tuple(releases.pop(number, ())),
+                )
+            )
+        assert not releases, f"transfers {sorted(releases.values())} are never released"
+        return tuple(steps)
+
+    def _move(self, step: int, transfer: Transfer) -> Move:
+        schedule, neighbour = self.schedule, self.assignment.neighbour
+        where = f"{schedule.direction} step {step}/{len(schedule.steps)}"
+        message = Message(
+            phase=schedule.direction,
+            axis=transfer.axis,
+            flow=transfer.way,
+            label=f"{where}, {transfer.payload} #{transfer.index}",
+            to=neighbour(self.rank, transfer.axis, transfer.offset),
+            source=neighbour(self.rank, transfer.axis, -transfer.offset),
+            slot=transfer.recv_slot - 1 if transfer.inward else transfer.recv_slot,
+        )
+        sends, receives = self.hops.sends(transfer), self.hops.receives(transfer)
+        return Move(transfer, self.transports[transfer.axis], message, sends, receives)
+
+    def _block(self, block: Block) -> tuple[Block, Intervals]:
+        queries = self.assignment.query_chunk(self.rank, block.row)
+        keys = self.assignment.key_chunk(self.rank, block.col)
+        return block, self.intervals(queries, keys, block.part, block.parts)
