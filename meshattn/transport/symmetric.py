@@ -252,6 +252,11 @@ class SymmetricTransport(Transport):
         self._arenas: dict[tuple[str, str], _Arena] = {}
         self._outgrown: list[_Arena] = []  # that CUDA graphs still use
 
+    @property
+    def receive_bytes(self) -> int:
+        """Memory to receive in, flags included, that this rank has taken."""
+        return sum(arena.layout.nbytes for arena in (*self._arenas.values(), *self._outgrown))
+
     def buffers(self, axis: str, flow: str, nbytes: int, slots: int, device: torch.device) -> list[Tensor]:
         if slots == 0:
             return []

@@ -27,6 +27,10 @@ two_gpus = [
 pytestmark = pytest.mark.timeout(200)
 
 
+def _nccl(transport: str) -> list[str]:
+    return ["--nccl"] if transport == "p2p" else []
+
+
 def _all_right(outcomes: list[Outcome]) -> None:
     for rank, outcome in enumerate(outcomes):
         assert outcome.code == 0, f"rank {rank} ended with {outcome.code}:\n{outcome.text[-4000:]}"
@@ -62,15 +66,36 @@ def test_every_tile_equals_the_oracle_and_repeats_its_bits(ranks: int, gpus: int
 
 
 @pytest.mark.parametrize(
-    "ranks, gpus", [pytest.param(2, 1, marks=one_gpu), pytest.param(2, 2, marks=two_gpus)]
+    "transport, ranks, gpus",
+    [
+        pytest.param("symmetric", 2, 1, marks=one_gpu),
+        pytest.param("symmetric", 2, 2, marks=two_gpus),
+        pytest.param("p2p", 2, 2, marks=two_gpus),
+    ],
 )
-def test_a_captured_pass_gives_the_bits_of_an_eager_one(ranks: int, gpus: int) -> None:
-    _all_right(run_processes(PROGRAM, ["graph"], ranks, gpus=gpus, timeout=150, env=SHARED))
+def test_a_captured_pass_gives_the_bits_of_an_eager_one(transport: str, ranks: int, gpus: int) -> None:
+    arguments = ["graph", "--transport", transport, *_nccl(transport)]
+    _all_right(run_processes(PROGRAM, arguments, ranks, gpus=gpus, timeout=150, env=SHARED))
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=two_gpus)])
-def test_training_under_fsdp_gives_the_same_losses_on_each_transport(ranks: int) -> None:
-    _all_right(run_processes(PROGRAM, ["beside", "--nccl"], ranks, gpus=2, timeout=150))
+def test_the_same_bits_on_every_run_under_load(ranks: int) -> None:
+    """On each transport, eager and captured."""
+    _all_right(run_processes(PROGRAM, ["repeat", "--nccl"], ranks, gpus=2, timeout=150))
+
+
+@pytest.mark.parametrize("transport", ["symmetric", "p2p"])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=two_gpus)])
+def test_memory_is_that_of_the_formula(ranks: int, transport: str) -> None:
+    arguments = ["memory", "--transport", transport, *_nccl(transport)]
+    _all_right(run_processes(PROGRAM, arguments, ranks, gpus=2, timeout=150))
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=two_gpus)])
+@pytest.mark.parametrize("steps", [120, pytest.param(500, marks=pytest.mark.slow)])
+def test_training_under_fsdp_gives_the_same_losses_on_each_transport(ranks: int, steps: int) -> None:
+    arguments = ["beside", "--nccl", "--steps", str(steps)]
+    _all_right(run_processes(PROGRAM, arguments, ranks, gpus=2, timeout=190))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +110,7 @@ def test_a_killed_rank_makes_the_others_raise_in_time(transport: str, ranks: int
     """They name step, transfer and a peer, and their GPU is not blocked for ever."""
     seconds = 4.0
     arguments = ["killed", "--transport", transport, "--timeout", str(seconds)]
-    arguments += ["--nccl"] if transport == "p2p" else []
+    arguments += _nccl(transport)
     *others, victim = run_processes(PROGRAM, arguments, ranks, gpus=gpus, timeout=100, env=SHARED)
     assert victim.code == -9
     for outcome in others:

@@ -1,6 +1,6 @@
 """One rank of the tests of transports on GPUs; a failed check ends it with an error.
 
-transport_ranks.py race | engine | killed | graph  [--transport T] [--nccl]
+transport_ranks.py race | engine | killed | graph | repeat | memory | beside  [--transport T] [--nccl]
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor
 import meshattn as ma
 from cases import Results, Shape
 from distributed import LAYOUTS, Case, assert_equals_oracle, assert_same_bits, run_case
-from meshattn.plan import Assignment, Tile, tiles
+from meshattn.plan import Assignment, CallShape, Tile, tiles
+from meshattn.plan.cost import memory as formula
 from meshattn.transport.base import Message, Transport
 
 STEPS = 200
 NBYTES = 4 * 2**20
-FSDP_STEPS = 120
 LONGEST_DELAY = 1_500_000  # clock cycles, a little less than a millisecond
 EXACT = (Shape(B=2, S=157, H=6, H_kv=3, D=64), Shape(B=1, S=89, H=4, H_kv=1, D=32, D_v=16))
 FAST = Shape(B=1, S=1031, H=4, H_kv=2, D=64)
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--transport", default="symmetric")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--steps", type=int, default=120, help="of training")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "cpu:gloo,cuda:nccl" if options.nccl else "gloo"
@@ -217,50 +218,131 @@ def killed(options: argparse.Namespace) -> None:
 # CUDA graphs
 
 
-def graph(options: argparse.Namespace) -> None:
-    """A captured pass gives the bits of an eager one, on other inputs too."""
-    ranks = dist.get_world_size()
-    for tile in tiles(ranks):
-        mesh = ma.init_attention_mesh(tile=tile, transport=options.transport, timeout=options.timeout)
-        seq = mesh.sequence(512 * ranks)
-        fast = torch.cuda.get_device_capability() == (9, 0)
-        kernel = "hopper" if fast else "triton"
-        generator = torch.Generator(device="cuda").manual_seed(dist.get_rank())
-        size = (1, 512, 4, 64)
+class _Passes:
+    """A forward and a backward pass on a mesh, eager or as a CUDA graph, on inputs that can be drawn anew."""
 
-        def normal(size=size, generator=generator) -> Tensor:  # type: ignore[no-untyped-def]
-            return torch.randn(size, device="cuda", dtype=torch.bfloat16, generator=generator)
-
-        q, k, v, do = (normal() for _ in range(4))
-        for x in (q, k, v):
+    def __init__(self, mesh: ma.AttentionMesh, rows: int, heads: int = 4) -> None:
+        self.kernel = "hopper" if torch.cuda.get_device_capability() == (9, 0) else "triton"
+        self._seq = mesh.sequence(rows * dist.get_world_size())
+        self._size = (1, rows, heads, 64)
+        self.q, self.k, self.v, self.do = (
+            torch.empty(self._size, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+        )
+        self.draw(0)
+        for x in (self.q, self.k, self.v):
             x.requires_grad_()
+        self._graph: torch.cuda.CUDAGraph | None = None
 
-        def run(seq=seq, q=q, k=k, v=v, do=do, kernel=kernel) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
-            out = ma.mesh_attention(q, k, v, seq, causal=True, kernel=kernel)
-            assert isinstance(out, Tensor)
-            return out.detach(), *torch.autograd.grad(out, (q, k, v), do)
+    def draw(self, seed: int) -> None:
+        generator = torch.Generator(device="cuda").manual_seed(100 * seed + dist.get_rank())
+        with torch.no_grad():
+            for x in (self.q, self.k, self.v, self.do):
+                x.copy_(torch.randn(self._size, device="cuda", generator=generator))
 
+    def eager(self) -> list[Tensor]:
+        out = ma.mesh_attention(self.q, self.k, self.v, self._seq, causal=True, kernel=self.kernel)
+        assert isinstance(out, Tensor)
+        return [out.detach(), *torch.autograd.grad(out, (self.q, self.k, self.v), self.do)]
+
+    def capture(self) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                run()
+                self.eager()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         dist.barrier()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            results = run()
-        for _ in range(20):
-            with torch.no_grad():
-                for x in (q, k, v, do):
-                    x.copy_(normal())
-            captured.replay()
-            mine = [x.clone() for x in results]
-            eager = run()
-            assert all(torch.equal(a, b) for a, b in zip(mine, eager, strict=True)), "other bits"
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._captured = self.eager()
+
+    def replay(self) -> list[Tensor]:
+        assert self._graph is not None
+        self._graph.replay()
+        return [x.clone() for x in self._captured]
+
+
+def _equal(mine: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
+def graph(options: argparse.Namespace) -> None:
+    """A captured pass gives the bits of an eager one, on other inputs too."""
+    for tile in tiles(dist.get_world_size()):
+        mesh = ma.init_attention_mesh(tile=tile, transport=options.transport, timeout=options.timeout)
+        passes = _Passes(mesh, 512)
+        passes.capture()
+        for number in range(20):
+            passes.draw(number)
+            assert _equal(passes.replay(), passes.eager()), "other bits"
         torch.cuda.synchronize()
-        _report_times(tile, captured.replay, run)
+        _report_times(tile, passes.replay, passes.eager)
+        dist.barrier()
+        mesh.check()
+        mesh.close()
+
+
+def repeat(options: argparse.Namespace) -> None:
+    """20 runs on each transport, eager and captured, beside other work on the GPU: the same bits always."""
+    ranks = dist.get_world_size()
+    chance = random.Random(dist.get_rank())
+    load = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    beside = torch.cuda.Stream()
+    for tile in tiles(ranks):
+        first: list[Tensor] = []
+        for transport in ("symmetric", "p2p") if options.nccl else ("symmetric",):
+            mesh = ma.init_attention_mesh(tile=tile, transport=transport, timeout=options.timeout)
+            passes = _Passes(mesh, 4100)  # long enough for a cut block
+            first = first or passes.eager()
+            passes.capture()
+            for number in range(20):
+                with torch.cuda.stream(beside):
+                    for _ in range(chance.randrange(12)):
+                        torch.mm(load, load)
+                torch.cuda._sleep(chance.randrange(LONGEST_DELAY))
+                for name, run in (("eager", passes.eager), ("captured", passes.replay)):
+                    assert _equal(run(), first), f"{tile} {transport} {name}, run {number}: other bits"
+            mesh.check()
+            torch.cuda.synchronize()
+            dist.barrier()
+            mesh.close()
+            say(f"{tile} {transport}: the same bits")
+
+
+def memory(options: argparse.Namespace) -> None:
+    """Buffers are those of the formula, and steady calls make no new ones."""
+    ranks = dist.get_world_size()
+    for tile in tiles(ranks):
+        mesh = ma.init_attention_mesh(tile=tile, transport=options.transport, timeout=options.timeout)
+        passes = _Passes(mesh, 4096, heads=16)
+        shape = CallShape(1, 4096, 16, 16, 64, 64, itemsize=2, reduce_itemsize=4, acc_itemsize=4, causal=True)
+        for _ in range(3):
+            passes.eager()
+        torch.cuda.synchronize()
+        held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(40):
+            passes.eager()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_reserved() == reserved, "steady calls take more memory"
+        peak = torch.cuda.max_memory_allocated() - held
+        forward, backward = (formula(direction, tile, shape) for direction in ("forward", "backward"))
+        arrives = max(forward.chunks, backward.chunks), max(forward.receive, backward.receive)
+        # Beside them: out, its lse, three gradients, delta, what the kernel keeps a row, and rounding.
+        rows = 4096 * 16
+        results, per_row = 4 * rows * 64 * 2 + rows * 4, rows * 4 * 4
+        own = backward.accumulators + backward.staging
+        if options.transport == "symmetric":
+            copying = mesh.connection.copying
+            assert copying is not None
+            taken = copying.receive_bytes
+            say(f"{tile}: {taken} bytes to receive in, formula {sum(arrives)}")
+            assert sum(arrives) <= taken <= sum(arrives) + 2**16
+        else:
+            own += backward.packed + backward.chunks + backward.receive
+        say(f"{tile}: peak {peak}, formula {own} and results {results}")
+        assert own <= peak <= own + results + per_row + 2**20
         dist.barrier()
         mesh.check()
         mesh.close()
@@ -310,8 +392,8 @@ def beside(options: argparse.Namespace) -> None:
         steps = torch.optim.SGD([w for layer in layers for w in layer.parameters()], lr=1e-3)
         lengths = random.Random(1)
         mine = []
-        for number in range(FSDP_STEPS):
-            seq = mesh.sequence(lengths.choice((700, 1031, 2000, 4096)))
+        for number in range(options.steps):
+            seq = mesh.sequence(lengths.choice((700, 1031, 2000, 4096, 9001)))
             generator = torch.Generator(device="cuda").manual_seed(1000 * number + mesh.rank)
             x = torch.randn(1, seq.rows, 512, device="cuda", generator=generator).bfloat16()
             for layer in layers:
@@ -325,11 +407,19 @@ def beside(options: argparse.Namespace) -> None:
         assert losses[-1].isfinite().all()
         mesh.check()
         mesh.close()
-    say(f"{FSDP_STEPS} steps, last loss {losses[0][-1].item():.6f}")
+    say(f"{options.steps} steps, last loss {losses[0][-1].item():.6f}")
     assert torch.equal(*losses), "the transports give other losses"
 
 
-CHECKS = {"race": race, "engine": engine, "killed": killed, "graph": graph, "beside": beside}
+CHECKS = {
+    "race": race,
+    "engine": engine,
+    "killed": killed,
+    "graph": graph,
+    "repeat": repeat,
+    "memory": memory,
+    "beside": beside,
+}
 
 if __name__ == "__main__":
     main()
