@@ -30,6 +30,23 @@ CUT_BYTES = 10 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
+class Pace:
+    """What a list takes links and kernels for. Integers, so that equal paces give equal lists everywhere."""
+
+    flops_per_byte: int = FLOPS_PER_BYTE
+    row: int = 1  # how many times as long a byte takes along the row axis
+    col: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"pace: {field.name} is {getattr(self, field.name)}, but must be at least 1")
+
+
+NOMINAL = Pace()
+
+
+@dataclass(frozen=True, slots=True)
 class CallShape:
     """Sizes of one attention call inside the engine; ``rows`` is C, of one chunk, padding included.
 
@@ -187,26 +204,27 @@ def flops_per_pair(direction: Direction, shape: CallShape) -> int:
     return 2 * (d + d_v if direction == "forward" else 3 * d + 2 * d_v)
 
 
-def costs(direction: Direction, shape: CallShape) -> Costs:
+def costs(direction: Direction, shape: CallShape, pace: Pace = NOMINAL) -> Costs:
     """Integer costs in byte times of a nominal machine, so that equal shapes give equal lists everywhere."""
     backward = direction == "backward"
+    flops = shape.query_rows * CUT_KEYS * flops_per_pair(direction, shape)
     return Costs(
-        block=max(1, block_flops(direction, shape) // FLOPS_PER_BYTE),
-        row_in=payload_bytes("bundle" if backward else "q", shape),
-        col_in=payload_bytes("kv", shape),
-        row_out=payload_bytes("dq" if backward else "out", shape),
-        col_out=payload_bytes("dkv", shape) if backward else 0,
-        cut=shape.query_rows * CUT_KEYS * flops_per_pair(direction, shape) // FLOPS_PER_BYTE + CUT_BYTES,
+        block=max(1, block_flops(direction, shape) // pace.flops_per_byte),
+        row_in=pace.row * payload_bytes("bundle" if backward else "q", shape),
+        col_in=pace.col * payload_bytes("kv", shape),
+        row_out=pace.row * payload_bytes("dq" if backward else "out", shape),
+        col_out=pace.col * payload_bytes("dkv", shape) if backward else 0,
+        cut=flops // pace.flops_per_byte + CUT_BYTES,
     )
 
 
-def pays_to_share(direction: Direction, shape: CallShape, tile: Tile) -> bool:
+def pays_to_share(direction: Direction, shape: CallShape, tile: Tile, pace: Pace = NOMINAL) -> bool:
     """Whether blocks beside a transfer that takes an eighth of the GPU should leave it to the transfer.
 
     A kernel that wants the whole GPU ends later by the time of the transfer, one that leaves an eighth by an
     eighth of its own time.
     """
-    cost = costs(direction, shape)
+    cost = costs(direction, shape, pace)
     moving = [cost.row_in, cost.row_out] if tile.a > 1 else []
     moving += [cost.col_in, cost.col_out] if tile.b > 1 else []
     return cost.block < 8 * max(moving, default=0)

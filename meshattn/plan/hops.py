@@ -109,18 +109,26 @@ class Reach:
                 for chunk in range(tile.ranks)
             ]
 
-    def _hops(self, axis: Axis, chunk: int, way: Way, paths: Paths) -> list[int]:
-        """Indices of the transfers that take a chunk away from its owner, or its line home."""
+    def takes_place(self, axis: Axis, chunk: int, way: Way, index: int, paths: Paths = RINGS) -> bool:
+        """Whether transfer ``index`` carries this chunk on, or its line home."""
         size, needed = self.tile.size(axis), self._needed[axis][chunk]
+        if not needed:
+            return False
+        if axis in paths.direct:
+            return (size - index if axis in paths.turned else index) in needed
+        nearest, farthest = needed[0], needed[-1]
         if axis in paths.turned:
-            needed = [size - m for m in reversed(needed)]
-        if axis in paths.direct or not needed:
-            return needed
-        return list(range(1, needed[-1] + 1) if way == "inward" else range(needed[0], size))
+            nearest, farthest = size - farthest, size - nearest
+        return index <= farthest if way == "inward" else index >= nearest
 
     def num_hops(self, axis: Axis, way: Way, paths: Paths = RINGS) -> int:
         """Hops of all ranks together."""
-        return sum(len(self._hops(axis, chunk, way, paths)) for chunk in range(self.tile.ranks))
+        size, needed = self.tile.size(axis), self._needed[axis]
+        if axis in paths.direct:
+            return sum(map(len, needed))
+        outer = 0 if (way == "inward") == (axis in paths.turned) else -1  # the end of the list that counts
+        ends = [chunk[outer] for chunk in needed if chunk]
+        return sum(ends) if outer else sum(size - end for end in ends)
 
     def paths(self, num_bytes: Mapping[tuple[Axis, Way], int]) -> Paths:
         """The way that moves the fewest bytes along each axis: a ring, a turned ring, or direct where both
@@ -154,7 +162,7 @@ class Reach:
                 for way, number, offset in flows:
                     source = assignment.neighbour(rank, axis, offset)
                     for sender, hops in ((rank, sent), (source, received)):
-                        if k in self._hops(axis, assignment.chunk(sender, axis, number), way, paths):
+                        if self.takes_place(axis, assignment.chunk(sender, axis, number), way, k, paths):
                             hops.add((axis, way, k))
         return Hops(frozenset(sent), frozenset(received))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from .assignment import Assignment, Tile
-from .cost import CallShape, costs, message_bytes
+from .cost import NOMINAL, CallShape, Pace, costs, message_bytes
 from .greedy import build
 from .hops import Hops, Paths, Reach, Visibility
 from .schedule import Direction, Schedule
@@ -31,12 +31,13 @@ def route(
     rank: int,
     *,
     cuts: bool = True,
+    pace: Pace = NOMINAL,
 ) -> Route:
     """The route of a pass where masks leave these blocks: a pure function of its arguments. ``cuts`` says
-    whether the kernel can compute a block in parts."""
-    reach = _reach(tile, visibility)
+    whether the kernel can compute a block in parts, ``pace`` what the list takes links and kernels for."""
+    reach = reach_of(tile, visibility)
     paths = reach.paths(message_bytes(direction, shape))
-    cost = costs(direction, shape)
+    cost = costs(direction, shape, pace)
     return Route(
         schedule=build(direction, tile, cost if cuts else replace(cost, cut=None), direct=paths.direct),
         paths=paths,
@@ -46,5 +47,6 @@ def route(
 
 
 @lru_cache(maxsize=64)
-def _reach(tile: Tile, visibility: Visibility) -> Reach:
+def reach_of(tile: Tile, visibility: Visibility) -> Reach:
+    """`Reach`, kept."""
     return Reach(tile, visibility)

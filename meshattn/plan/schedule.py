@@ -206,5 +206,9 @@ class Schedule:
         return tuple(t for step in self.steps for t in step.transfers)
 
     @property
+    def num_transfers(self) -> int:
+        return sum(len(step.transfers) for step in self.steps)
+
+    @property
     def blocks(self) -> tuple[Block, ...]:
         return tuple(block for step in self.steps for block in step.blocks)

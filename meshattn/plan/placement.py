@@ -1,0 +1,116 @@
+"""Where the ranks of a mesh sit: which GPU of which node, and which hops leave it.
+
+A cut is heads x a x b. The ranks of one of its axes are neighbours if the axis comes first in the order; the
+library's own order is heads, row, col, and another order of the ranks is another order of the list that a
+mesh is built on. Ranks are numbered by GPU, node by node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations
+from typing import Literal
+
+from .assignment import Assignment, Axis, Tile
+
+MeshAxis = Literal["heads", "row", "col"]
+ORDER: tuple[MeshAxis, MeshAxis, MeshAxis] = ("heads", "row", "col")
+
+
+@dataclass(frozen=True, order=True)
+class Cut:
+    """How attention is cut: ``heads`` ranks by heads, and each of these by a tile."""
+
+    heads: int
+    tile: Tile
+
+    @property
+    def ranks(self) -> int:
+        return self.heads * self.tile.ranks
+
+    def size(self, axis: MeshAxis) -> int:
+        return self.heads if axis == "heads" else self.tile.size(axis)
+
+    @property
+    def orders(self) -> tuple[tuple[MeshAxis, ...], ...]:
+        """Orders that differ, the library's own first; axes of one rank stand last."""
+        moving = [axis for axis in ORDER if self.size(axis) > 1]
+        still = [axis for axis in ORDER if self.size(axis) == 1]
+        return tuple((*order, *still) for order in permutations(moving))
+
+    def __str__(self) -> str:
+        return f"{self.heads}x{self.tile}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A cut on nodes of ``gpus_per_node`` GPUs, its axes in ``order``, neighbours first."""
+
+    cut: Cut
+    order: tuple[MeshAxis, ...]
+    gpus_per_node: int
+    gpus_per_nic: int = 1
+    turned: frozenset[Axis] = frozenset()
+
+    def __post_init__(self) -> None:
+        if sorted(self.order) != sorted(ORDER):
+            raise ValueError(f"order is {', '.join(self.order)}, but must name heads, row and col once each")
+
+    @property
+    def ranks(self) -> int:
+        return self.cut.ranks
+
+    @cached_property
+    def assignment(self) -> Assignment:
+        return Assignment(self.cut.tile, self.turned)
+
+    @cached_property
+    def _strides(self) -> dict[MeshAxis, int]:
+        strides, stride = {}, 1
+        for axis in self.order:
+            strides[axis] = stride
+            stride *= self.cut.size(axis)
+        return strides
+
+    def coordinate(self, rank: int, axis: MeshAxis) -> int:
+        return rank // self._strides[axis] % self.cut.size(axis)
+
+    def chunk(self, rank: int) -> int:
+        """The chunk that a rank owns, as the tile counts."""
+        return self.coordinate(rank, "col") * self.cut.tile.a + self.coordinate(rank, "row")
+
+    def peers(self, axis: MeshAxis, offset: int) -> tuple[int, ...]:
+        """For each rank the one at ``offset`` along an axis."""
+        back = -1 if axis in self.turned else 1
+        size, stride = self.cut.size(axis), self._strides[axis]
+        found = []
+        for rank in range(self.ranks):
+            at = self.coordinate(rank, axis)
+            found.append(rank + ((at + back * offset) % size - at) * stride)
+        return tuple(found)
+
+    def node(self, rank: int) -> int:
+        return rank // self.gpus_per_node
+
+    def card(self, rank: int) -> tuple[int, int]:
+        """Node and network card of a rank."""
+        return self.node(rank), rank % self.gpus_per_node // self.gpus_per_nic
+
+    @cached_property
+    def inside_axes(self) -> frozenset[MeshAxis]:
+        """Axes along which no exchange leaves a node."""
+        return frozenset(
+            axis
+            for axis in ORDER
+            if all(self.node(rank) == self.node(peer) for rank, peer in enumerate(self.peers(axis, 1)))
+        )
+
+    def describe(self) -> str:
+        """Which axes lie inside a node."""
+        moving = [axis for axis in self.order if self.cut.size(axis) > 1]
+        inside = [axis for axis in moving if axis in self.inside_axes]
+        across = [axis for axis in moving if axis not in self.inside_axes]
+        parts = [f"{' and '.join(inside)} inside a node"] if inside else []
+        parts += [f"{' and '.join(across)} across nodes"] if across else []
+        return ", ".join(parts) or "one rank"
