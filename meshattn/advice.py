@@ -23,6 +23,8 @@ from meshattn.plan.schedule import Direction
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 ROWS, KEYS = 64, 128
 """A tile that kernels compute as a whole."""
+NEAR = 1.02
+"""Times nearer than this are as good as equal: bytes decide."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def compare_layouts(
     bytes; of equals, striped."""
     kinds: Sequence[LayoutKind] = get_args(LayoutKind)
     every = [layout_figures(kind, seq_len, ranks, shape, left, right) for kind in kinds]
-    enough = 1.02 * min(figures.time for figures in every)
+    enough = NEAR * min(figures.time for figures in every)
 
     def price(figures: LayoutFigures) -> tuple[bool, int]:
         near = figures.time <= enough
@@ -120,13 +122,35 @@ def _count_band(lo: int | None, hi: int | None, n_q: int, n_k: int) -> tuple[int
         return 0, 0
     ends = n_q * n_k if lo is None else _sum_clamped(lo - 1, n_q, n_k)
     starts = 0 if hi is None else _sum_clamped(hi, n_q, n_k)
-    tiles = 0
-    for r0 in range(0, n_q, ROWS):
-        first = 0 if hi is None else min(max(r0 - hi, 0), n_k)
-        end = n_k if lo is None else min(max(min(r0 + ROWS, n_q) - lo, 0), n_k)
-        if first < end:
-            tiles += -(-end // KEYS) - first // KEYS
+    # Row tiles from the first on, without those below which no key is left; the last may be a short one.
+    last = -(-n_q // ROWS) - 1
+    seen = last if hi is None else min(last, max(-(-(n_k + hi) // ROWS), 0))
+    tiles = -(-n_k // KEYS) * seen if lo is None else _sum_tiles(seen, ROWS - lo, n_k, KEYS - 1)
+    tiles -= 0 if hi is None else _sum_tiles(seen, -hi, n_k, 0)
+    first = 0 if hi is None else min(max(last * ROWS - hi, 0), n_k)
+    end = n_k if lo is None else min(max(n_q - lo, 0), n_k)
+    if first < end:
+        tiles += -(-end // KEYS) - first // KEYS
     return ends - starts, tiles
+
+
+def _sum_tiles(rows: int, offset: int, n_k: int, up: int) -> int:
+    """Sum over the row tiles i < rows of (x + up) // KEYS, where x is i * ROWS + offset, cut to 0 .. n_k."""
+    begin = min(max(-(offset // ROWS), 0), rows)  # the first that is not cut to 0
+    whole = min(max(-((offset - n_k) // ROWS), begin), rows)  # the first that is cut to n_k
+    total = begin * (up // KEYS) + (rows - whole) * ((n_k + up) // KEYS)
+    return total + _floor_sum(whole - begin, KEYS, ROWS, begin * ROWS + offset + up)
+
+
+def _floor_sum(n: int, m: int, a: int, b: int) -> int:
+    """Sum over i < n of (a * i + b) // m, for b >= 0, as Euclid divides."""
+    total = 0
+    while n > 0:
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
+        a, b = a % m, b % m
+        top = a * n + b
+        n, m, a, b = top // m, a, m, top % m
+    return total
 
 
 def _sum_clamped(shift: int, n_q: int, n_k: int) -> int:

@@ -8,7 +8,9 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
-from meshattn.advice import compare_layouts
+from meshattn import __version__
+from meshattn.advice import NEAR, compare_layouts
+from meshattn.cli_plan import add_plan, plan_command, size
 from meshattn.plan.assignment import Assignment, Tile, tiles
 from meshattn.plan.cost import CallShape, choose_tile, costs
 from meshattn.plan.greedy import build
@@ -17,6 +19,7 @@ from meshattn.plan.report import DIRECTIONS, RATIOS, Row, describe_step, rows_at
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 WIDEST_PICTURE = 48
 HEAD_DIM_STEP = 8  # as attention takes it
+MOST_BLOCKS = 2**16  # of all lists of `meshattn schedule`, some ten seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="meshattn", description="Plan attention over a mesh of ranks.")
+    parser.add_argument("--version", action="version", version=f"meshattn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    plan = commands.add_parser(
+        "plan",
+        help="the best cut of a call on a cluster, and why",
+        description="Candidates heads x a x b, best first, with time, traffic and memory on a cluster.",
+    )
+    add_plan(plan)
+    _add_shape(plan)
 
     schedule = commands.add_parser(
         "schedule",
@@ -98,7 +110,9 @@ def _add_mesh(parser: argparse.ArgumentParser, *, tile_required: bool) -> None:
 def _add_shape(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("call", "sizes of one attention call, for bytes, memory and costs")
     group.add_argument("--batch", type=int, default=1)
-    group.add_argument("--seq-len", type=int, default=131072, help="global sequence length (default 131072)")
+    group.add_argument(
+        "--seq-len", type=size, default=131072, help="global sequence length, as 131072 or 128k (the default)"
+    )
     group.add_argument("--heads", type=int, default=32, help="query heads (default 32)")
     group.add_argument("--kv-heads", type=int, help="key/value heads (default: as many as query heads)")
     group.add_argument("--head-dim", type=int, default=128, help="head size (default 128)")
@@ -155,6 +169,12 @@ def _schedule(args: argparse.Namespace) -> str:
     shape = _shape(args)
     chosen = choose_tile(args.ranks, shape)
     wanted = tiles(args.ranks) if args.tile is None else (_tile(args),)
+    num_lists = len(wanted) * len(RATIOS if args.ratio is None else args.ratio)
+    if args.ranks * num_lists > MOST_BLOCKS:
+        raise ValueError(
+            f"--ranks {args.ranks}: {num_lists} pairs of a tile and a ratio would take minutes; give --tile, "
+            "and one --ratio for what is still too large, or see meshattn plan"
+        )
     if args.ratio is None:
         rows = [worst_row(tile, shape) for tile in wanted]
     else:
@@ -185,7 +205,10 @@ def _layouts(args: argparse.Namespace) -> str:
         )
     figures = compare_layouts(args.seq_len, args.ranks, _shape(args), left, 0 if args.causal else right)
     best, *others = figures
-    lines = [f"take layout={best.layout!r}; time is that of the busiest rank of a nominal machine"]
+    lines = [
+        f"take layout={best.layout!r}; time is that of the busiest rank of a nominal machine, and of layouts "
+        f"within {100 * (NEAR - 1):.0f} % of the least the one that sends least is taken"
+    ]
     lines += [f"  {each}, {each.time / best.time:.2f} times the time" for each in (best, *others)]
     return "\n".join(lines)
 
@@ -245,4 +268,8 @@ def _assignment(args: argparse.Namespace) -> str:
     return "\n\n".join(parts)
 
 
-COMMANDS = {"schedule": _schedule, "assignment": _assignment, "layouts": _layouts}
+def _plan(args: argparse.Namespace) -> str:
+    return plan_command(args, _shape(args))
+
+
+COMMANDS = {"plan": _plan, "schedule": _schedule, "assignment": _assignment, "layouts": _layouts}

@@ -6,9 +6,11 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from meshattn import __version__
 from meshattn.cli import main
 from meshattn.plan import Assignment, CallShape, Tile, build, costs, peak_memory, tiles, total_bytes
 
@@ -66,7 +68,7 @@ def test_assignment_shows_matrix_groups_and_all_blocks_of_a_rank(capsys: pytest.
     assert plan.picture() in text
     assert "0 1  2 3  4 5" in text and "0 2 4  1 3 5" in text
     for part in re.split(r"forward, rank 3|backward, rank 3", text)[1:]:
-        blocks = re.findall(r"Q(\d+)-KV(\d+)", part)
+        blocks = re.findall(r"Q(\d+)-KV(\d+)(?! \(part [2-9])", part)
         assert sorted((int(p), int(q)) for p, q in blocks) == [
             (p, q) for p in plan.queries(3) for q in plan.keys(3)
         ]
@@ -96,7 +98,14 @@ def test_wide_matrix_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
         ("layouts --ranks 0", "--ranks is 0"),
         ("assignment --ranks 6 --tile 2x3 --rank 6", "--rank is 6, but ranks are 0 to 5"),
         ("", "command"),
-        ("plan", "invalid choice"),
+        ("draw", "invalid choice"),
+        ("schedule --ranks 4096", "would take minutes"),
+        ("plan --ranks 6 --topology nowhere", "no such file, nor a preset"),
+        ("plan --ranks 6 --topology dgx-h200 --memory 1k", "the memory limit is 1024 bytes"),
+        ("plan --ranks 6 --topology dgx-h200 --heads-axis 5", "the ranks of the head axis must divide"),
+        ("plan --ranks 6 --topology dgx-h200 --show 0", "--show is 0"),
+        ("plan --ranks 6 --topology dgx-h200 --seq-len 1.5", "is not a whole number"),
+        ("plan --ranks 6 --topology dgx-h200 --seq-len many", "is no number such as"),
     ],
 )
 def test_wrong_arguments_end_with_code_2(
@@ -134,3 +143,34 @@ def test_a_window_to_both_sides_is_one_without_a_causal_mask(capsys: pytest.Capt
         for w in ("--no-causal --window 64 0", "--no-causal --window 64 512")
     )
     assert before != both
+
+
+def test_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["--version"])
+    assert error.value.code == 0 and __version__ in capsys.readouterr().out
+
+
+PLAN = "plan --ranks 6 --seq-len 12k --heads 4 --kv-heads 2 --topology dgx-h200"
+
+
+def test_plan_says_what_is_best_and_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    table = out(capsys, f"{PLAN} --show 3 --trace {trace}").splitlines()
+    found = json.loads(out(capsys, f"{PLAN} --show 3 --json"))
+    names = [each["name"] for each in found["candidates"]]
+    assert [line.split("  ")[0] for line in table[1 : 1 + len(names)]] == names
+    times = [each["total_us"] for each in found["candidates"]]
+    assert times == sorted(times) and "1x1x6 (ring)" in names and found["why"] + "." in table
+    assert json.loads(trace.read_text())["traceEvents"]
+    forward = json.loads(out(capsys, f"{PLAN} --forward --json"))["candidates"][0]
+    assert forward["total_us"] < times[0] / 2
+    only = json.loads(out(capsys, f"{PLAN} --heads-axis 2 --json"))["candidates"]
+    assert {each["heads"] for each in only} == {2}
+
+
+def test_plan_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pictures = [tmp_path / "matrix.png", tmp_path / "timeline.png"]
+    out(capsys, f"{PLAN} --picture {pictures[0]} --timeline {pictures[1]}")
+    assert all(picture.read_bytes()[1:4] == b"PNG" for picture in pictures)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 
 from .assignment import Axis, Tile, tiles
 from .hops import Hops, Reach, Visibility
-from .schedule import AXIS, INWARD, Costs, Direction, Payload, Slots, Way, payloads
+from .schedule import AXIS, INWARD, Channels, Costs, Direction, Payload, Slots, Way, payloads
 
 # Attention work that takes as long as one byte on a link: about 600 TFLOP/s of a large GPU beside a 300 GB/s
 # link.
@@ -36,11 +36,12 @@ class Pace:
     flops_per_byte: int = FLOPS_PER_BYTE
     row: int = 1  # how many times as long a byte takes along the row axis
     col: int = 1
+    channels: Channels = "shared"
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(f"pace: {field.name} is {getattr(self, field.name)}, but must be at least 1")
+        for name in ("flops_per_byte", "row", "col"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"pace: {name} is {getattr(self, name)}, but must be at least 1")
 
 
 NOMINAL = Pace()

@@ -7,7 +7,7 @@ rank, a rank sends
 
     forward   inward  (w-1) (n D + n_kv (D + D_v)) w_in     q, k, v
               outward (w-1) n (D_v w_in + m)                out, lse
-    backward  inward  (w-1) n (D_v w_in + m)                do, delta; the others are kept from the forward pass
+    backward  inward  (w-1) n (D_v w_in + m)                do, delta; the rest is kept from the forward pass
               outward (w-1) (n D w_in + n_kv (D + D_v) x)   dq, dk, dv
 
 bytes, with w_in of the input type, and x the same, or r where key/value heads have several copies, whose
@@ -19,7 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
-from .cost import CallShape, Traffic
+from .assignment import Tile
+from .cost import CallShape, Traffic, costs
 from .schedule import Direction, Way
 
 GROUP_COST = 8 * 2**20
@@ -84,8 +85,11 @@ def exchange(direction: Direction, shape: CallShape, ranks: int, groups: int = 1
 
 
 def exchange_memory(direction: Direction, shape: CallShape, ranks: int, groups: int = 1) -> int:
-    """Bytes of message buffers on one rank at a time: what it sends and receives, for a group each way."""
-    return 2 * (ranks - 1) * sum(message_bytes(direction, shape, ranks, groups).values())
+    """Most bytes of messages on one rank at a time: what it receives both ways, and what it sends; of several
+    groups, one comes in while another goes out."""
+    size = message_bytes(direction, shape, ranks, groups)
+    sent = max(size.values()) if groups == 1 else sum(size.values())
+    return (ranks - 1) * (sum(size.values()) + sent)
 
 
 def head_groups(shape: CallShape, ranks: int) -> int:
@@ -99,3 +103,10 @@ def head_groups(shape: CallShape, ranks: int) -> int:
     num_bytes = sum(part.num_bytes for part in exchange("forward", shape, ranks).values())
     divisors = [groups for groups in range(1, kv_heads + 1) if kv_heads % groups == 0]
     return min(divisors, key=lambda groups: (num_bytes // groups + groups * GROUP_COST, groups))
+
+
+def pays_to_share(direction: Direction, shape: CallShape, ranks: int, groups: int, tile: Tile) -> bool:
+    """Whether the attention of a group should leave an eighth of the GPU to the exchanges beside it, as
+    ``cost.pays_to_share`` has it for the blocks beside a transfer."""
+    attention = costs(direction, inner_shape(shape, ranks, groups)).block * tile.ranks
+    return attention < 8 * (ranks - 1) * sum(message_bytes(direction, shape, ranks, groups).values())

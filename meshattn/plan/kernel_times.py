@@ -58,7 +58,7 @@ class KernelTimes:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> KernelTimes:
-        """From the ``kernel`` and ``block_us`` of a file; ValueError for a block that lacks a size or time."""
+        """From ``kernel`` and ``block_us`` of a file; ValueError for a block that lacks a size or time."""
         names = [field.name for field in fields(BlockTime)]
         blocks = []
         for number, entry in enumerate(data.get("block_us", ())):
@@ -75,7 +75,7 @@ class KernelTimes:
     def us(
         self, what: BlockPass, *, heads: int, kv_heads: int, rows: int, keys: int, head_dim: int, causal: bool
     ) -> float:
-        """Microseconds of a block of ``rows`` by ``keys``; several sequences count as so many times the heads.
+        """Microseconds of a block of ``rows`` by ``keys``; several sequences count as more heads.
 
         An oblong block has the rate of the square with as many pairs. Where the table lacks the head size,
         the mask or shared key/value heads, the nearest that it has is taken, at the same rate.
@@ -84,8 +84,16 @@ class KernelTimes:
         size = math.log(rows * keys) / 2
         by_heads = [(math.log(n), _at(curve, size, slope=2.0)) for n, curve in curves]
         rate = _at(by_heads, math.log(heads), slope=1.0)
-        visible = rows * keys / (2 if causal and full else 1)
-        return visible * heads * head_dim / math.exp(rate)
+        times = 0.5 if causal and full else 2.0 if not (causal or full) else 1.0
+        return times * rows * keys * heads * head_dim / math.exp(rate)
+
+    @cached_property
+    def best_flops_per_us(self) -> float:
+        """Of the forward: two products of two operations for every visible pair."""
+        return max(
+            4 * block.rows**2 * block.heads * block.head_dim / (2 if block.causal else 1) / block.forward
+            for block in self.blocks
+        )
 
     def _curves(
         self, what: BlockPass, head_dim: int, causal: bool, shared: bool

@@ -7,6 +7,8 @@ mesh is built on. Ranks are numbered by GPU, node by node.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
@@ -32,11 +34,12 @@ class Cut:
     def size(self, axis: MeshAxis) -> int:
         return self.heads if axis == "heads" else self.tile.size(axis)
 
-    @property
-    def orders(self) -> tuple[tuple[MeshAxis, ...], ...]:
+    def orders(self, gpus_per_node: int) -> tuple[tuple[MeshAxis, ...], ...]:
         """Orders that differ, the library's own first; axes of one rank stand last."""
         moving = [axis for axis in ORDER if self.size(axis) > 1]
         still = [axis for axis in ORDER if self.size(axis) == 1]
+        if self.ranks <= gpus_per_node:
+            return ((*moving, *still),)
         return tuple((*order, *still) for order in permutations(moving))
 
     def __str__(self) -> str:
@@ -105,6 +108,19 @@ class Placement:
             for axis in ORDER
             if all(self.node(rank) == self.node(peer) for rank, peer in enumerate(self.peers(axis, 1)))
         )
+
+    def sharers(self, ways: Sequence[tuple[MeshAxis, int]]) -> tuple[list[int], list[int]]:
+        """For each rank how many on its network card send to another node by one of these (axis, offset), and
+        how many receive."""
+        members: tuple[set[int], set[int]] = set(), set()
+        for way in ways:
+            for rank, peer in enumerate(self.peers(*way)):
+                if self.node(rank) != self.node(peer):
+                    members[0].add(rank)
+                    members[1].add(peer)
+        senders, receivers = (Counter(map(self.card, some)) for some in members)
+        ranks = range(self.ranks)
+        return [senders[self.card(rank)] for rank in ranks], [receivers[self.card(rank)] for rank in ranks]
 
     def describe(self) -> str:
         """Which axes lie inside a node."""

@@ -11,13 +11,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from .assignment import Tile
-from .cost import CallShape, accumulator_bytes, costs, message_bytes, payload_bytes, pays_to_share
+from .cost import (
+    NOMINAL,
+    CallShape,
+    Pace,
+    accumulator_bytes,
+    costs,
+    message_bytes,
+    payload_bytes,
+    pays_to_share,
+)
 from .greedy import build
 from .heads import head_groups, inner_shape
 from .heads import message_bytes as head_message_bytes
 from .hops import RINGS, Paths, Reach, Visibility
 from .kernel_times import BlockPass, KernelTimes
-from .placement import Cut, MeshAxis, Placement
+from .placement import ORDER, Cut, MeshAxis, Placement
 from .route import reach_of
 from .schedule import AXIS, Block, Direction, Payload, Schedule, payloads
 from .schedule import Transfer as ListTransfer
@@ -87,9 +96,7 @@ class Mask:
 
     def visibility(self) -> Visibility:
         return Visibility(
-            tuple(
-                sum((self.part(p, q) > 0) << q for q in range(self.chunks)) for p in range(self.chunks)
-            )
+            tuple(sum((self.part(p, q) > 0) << q for q in range(self.chunks)) for p in range(self.chunks))
         )
 
 
@@ -99,8 +106,9 @@ def pass_program(
     cut: Cut,
     topology: Topology,
     *,
-    order: tuple[MeshAxis, ...] = ("heads", "row", "col"),
+    order: tuple[MeshAxis, ...] = ORDER,
     mask: Mask | None = None,
+    pace: Pace = NOMINAL,
 ) -> Program:
     """The program of a call, ``shape`` as outside: ``rows`` of a rank, all heads.
 
@@ -113,7 +121,7 @@ def pass_program(
         reach = reach_of(cut.tile, mask.visibility())
         paths = reach.paths(message_bytes(direction, inner))
     placement = Placement(cut, order, topology.gpus_per_node, topology.gpus_per_nic, paths.turned)
-    schedule = build(direction, cut.tile, costs(direction, inner), direct=paths.direct)
+    schedule = build(direction, cut.tile, costs(direction, inner, pace), pace.channels, direct=paths.direct)
     maker = _Maker(schedule, inner, topology, placement, mask, reach, paths)
     if cut.heads == 1:
         entries = tuple(maker.entries(0))
@@ -123,7 +131,30 @@ def pass_program(
         name=f"{direction}, {cut}, {', '.join(order)}",
         placement=placement,
         entries=entries,
-        shares=pays_to_share(direction, inner, cut.tile),
+        shares=pays_to_share(direction, inner, cut.tile, pace),
+    )
+
+
+def pace_of(topology: Topology, cut: Cut, order: tuple[MeshAxis, ...] = ORDER) -> Pace:
+    """What lists should take links and kernels for on this cluster: a byte inside a node is the unit.
+
+    Divisions and rounding alone, so that all ranks come to the same integers.
+    """
+    placement = Placement(cut, order, topology.gpus_per_node, topology.gpus_per_nic)
+    across = topology.inside.gb_per_s / topology.between.gb_per_s
+
+    def times(axis: MeshAxis) -> int:
+        if axis in placement.inside_axes:
+            return 1
+        sharers = placement.sharers([(axis, -1)])
+        return max(1, round(across * max(map(max, sharers))))
+
+    inside = {axis in placement.inside_axes for axis in ("row", "col") if cut.size(axis) > 1}
+    return Pace(
+        flops_per_byte=max(1, round(topology.kernels.best_flops_per_us / (1e3 * topology.inside.gb_per_s))),
+        row=times("row"),
+        col=times("col"),
+        channels="per_axis" if len(inside) == 2 else "shared",
     )
 
 
@@ -181,8 +212,11 @@ class _Maker:
 
     def _block(self, block: Block, added: bool) -> Kernel:
         forward = self.schedule.direction == "forward"
-        what: BlockPass = ("merging" if added else "forward") if forward else "adding" if added else "backward"
+        what: BlockPass = (
+            ("merging" if added else "forward") if forward else "adding" if added else "backward"
+        )
         half, whole = self.times[what]
+        half, whole = half / block.parts, whole / block.parts
         name = f"block {block.row} {block.col}"
         if self.mask is None:
             return Kernel(name, half if self.shape.causal else whole)
@@ -199,7 +233,11 @@ class _Maker:
             reach, assignment, axis = self.reach, self.placement.assignment, transfer.axis
             sends = tuple(
                 reach.takes_place(
-                    axis, assignment.chunk(chunk, axis, transfer.sent), transfer.way, transfer.index, self.paths
+                    axis,
+                    assignment.chunk(chunk, axis, transfer.sent),
+                    transfer.way,
+                    transfer.index,
+                    self.paths,
                 )
                 for chunk in self.chunks
             )

@@ -137,6 +137,10 @@ def describe_step(step: Step, plan: Assignment, rank: int) -> str:
             f"receive {chunk(t.payload, t.received)} from {source}"
         )
     if step.blocks:
-        pairs = (f"Q{plan.query_chunk(rank, b.row)}-KV{plan.key_chunk(rank, b.col)}" for b in step.blocks)
+        pairs = (
+            f"Q{plan.query_chunk(rank, b.row)}-KV{plan.key_chunk(rank, b.col)}"
+            + (f" (part {b.part + 1} of {b.parts})" if b.parts > 1 else "")
+            for b in step.blocks
+        )
         words.append("compute " + " ".join(pairs))
     return "; ".join(words)

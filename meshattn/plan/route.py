@@ -39,7 +39,9 @@ def route(
     paths = reach.paths(message_bytes(direction, shape))
     cost = costs(direction, shape, pace)
     return Route(
-        schedule=build(direction, tile, cost if cuts else replace(cost, cut=None), direct=paths.direct),
+        schedule=build(
+            direction, tile, cost if cuts else replace(cost, cut=None), pace.channels, direct=paths.direct
+        ),
         paths=paths,
         assignment=Assignment(tile, paths.turned),
         hops=reach.hops(rank, paths),

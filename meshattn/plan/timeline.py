@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .placement import MeshAxis, Placement
+from .placement import MeshAxis
 from .program import Exchange, Kernel, Program, Wait
 from .topology import Topology
 
@@ -75,7 +75,7 @@ class Fabric:
         self.keys: tuple[Key, ...] = tuple(dict.fromkeys((e.axis, e.offset) for e in exchanges))
         self.to = {key: self.placement.peers(*key) for key in self.keys}
         self.source = {(axis, offset): self.placement.peers(axis, -offset) for axis, offset in self.keys}
-        self.sharers = _sharers(self.placement, [self.to[key] for key in self.keys])
+        self.sharers = self.placement.sharers(self.keys)
         self.kind = self._each() if every_rank else self._alike()
         self.ranks = tuple(self.kind.index(kind) for kind in range(max(self.kind) + 1))
 
@@ -101,7 +101,10 @@ class Fabric:
             looks = [
                 (
                     kinds[rank],
-                    *((links[k][rank], kinds[self.to[k][rank]], kinds[self.source[k][rank]]) for k in self.keys),
+                    *(
+                        (links[k][rank], kinds[self.to[k][rank]], kinds[self.source[k][rank]])
+                        for k in self.keys
+                    ),
                 )
                 for rank in ranks
             ]
@@ -110,24 +113,6 @@ class Fabric:
             if len(names) == number:
                 return tuple(kinds)
             number = len(names)
-
-
-def _sharers(placement: Placement, peers: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """For each rank how many on its network card ever send to another node, and how many ever receive."""
-    senders: set[int] = set()
-    receivers: set[int] = set()
-    for to in peers:
-        for rank, peer in enumerate(to):
-            if placement.node(rank) != placement.node(peer):
-                senders.add(rank)
-                receivers.add(peer)
-    counts = []
-    for members in (senders, receivers):
-        cards: dict[tuple[int, int], int] = {}
-        for rank in members:
-            cards[placement.card(rank)] = cards.get(placement.card(rank), 0) + 1
-        counts.append([cards.get(placement.card(rank), 0) for rank in range(placement.ranks)])
-    return counts[0], counts[1]
 
 
 def run(program: Program, topology: Topology, *, record: bool = False) -> Timeline:
@@ -263,6 +248,4 @@ class _Run:
     def _pass(self, number: int, us: Sequence[float]) -> None:
         """Ranks that have a kernel come to the end of an exchange."""
         done = self.done[number]
-        self.now = [
-            max(now, done[rank]) if us[rank] else now for rank, now in enumerate(self.now)
-        ]
+        self.now = [max(now, done[rank]) if us[rank] else now for rank, now in enumerate(self.now)]

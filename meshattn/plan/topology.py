@@ -82,7 +82,10 @@ class Topology:
         needed = known - {"gpus_per_nic", "memory_gb_per_s", "start_us"}
         if not isinstance(data, Mapping):
             raise ValueError(f"{where}: this is not a topology, which has {', '.join(sorted(needed))}")
-        for wrong, what in ((needed - set(data), "lacks"), (set(data) - known - {"about"}, "has the unknown")):
+        for wrong, what in (
+            (needed - set(data), "lacks"),
+            (set(data) - known - {"about"}, "has the unknown"),
+        ):
             if wrong:
                 raise ValueError(f"{where} {what} {', '.join(sorted(wrong))}")
         values = {name: data[name] for name in known & set(data)}
@@ -90,7 +93,9 @@ class Topology:
             for name in ("inside", "between"):
                 values[name] = Link(**values[name])
             kernels = values["kernels"]
-            values["kernels"] = kernel_times(kernels) if isinstance(kernels, str) else KernelTimes.read(kernels)
+            values["kernels"] = (
+                kernel_times(kernels) if isinstance(kernels, str) else KernelTimes.read(kernels)
+            )
             return cls(**values)
         except TypeError as error:
             raise ValueError(f"{where}: {error}") from error

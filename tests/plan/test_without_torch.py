@@ -47,6 +47,7 @@ def test_plan_imports_builds_and_checks() -> None:
         "schedule --ranks 4 --ratio 1",
         "assignment --ranks 4 --tile 2x2",
         "layouts --ranks 4 --window 512 0",
+        "plan --ranks 4 --topology dgx-h200",
         "--help",
     ],
 )

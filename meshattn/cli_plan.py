@@ -1,0 +1,130 @@
+"""The command `meshattn plan`: the best cut of a call on a cluster, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshattn.plan.cost import CallShape
+from meshattn.plan.planner import BOTH, Prediction, Question, plan, why
+from meshattn.plan.program import pace_of, pass_program
+from meshattn.plan.timeline import Timeline, run
+from meshattn.plan.topology import load_topology, presets
+from meshattn.plan.trace import write_trace
+
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def size(text: str) -> int:
+    """A number, or one with K, M or G behind it: 128k is 131072."""
+    unit = text[-1:].lower()
+    number, unit = (text[:-1], unit) if unit in UNITS and unit else (text, "")
+    try:
+        value = float(number) * UNITS[unit]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number such as 131072, 128k or 1M") from None
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command beside those of the call."""
+    parser.add_argument("--ranks", type=int, required=True, metavar="P", help="ranks that share one sequence")
+    parser.add_argument(
+        "--topology",
+        required=True,
+        metavar="FILE",
+        help=f"a file, see docs/planning.md, or one of {', '.join(presets())}",
+    )
+    parser.add_argument("--heads-axis", type=int, metavar="W", help="only cuts with W ranks of the head axis")
+    parser.add_argument("--memory", type=size, metavar="BYTES", help="cap on the buffers of a rank, as 8G")
+    parser.add_argument("--forward", action="store_true", help="the forward alone, as for inference")
+    parser.add_argument("--show", type=int, default=8, metavar="N", help="candidates to print (default 8)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw the assignment matrix of the best")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="PNG", help="draw what the ranks of the best do when"
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="JSON", help="the same for Perfetto or chrome://tracing"
+    )
+
+
+def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
+    """What the command prints; ValueError for what cannot be planned."""
+    if args.show < 1:
+        raise ValueError(f"--show is {args.show}, but must be at least 1")
+    topology = load_topology(args.topology)
+    question = Question(args.ranks, shape, topology, BOTH[:1] if args.forward else BOTH)
+    found = plan(question, heads=args.heads_axis, memory_limit=args.memory, at_least=args.show)
+    best = found[0]
+    if args.picture or args.timeline:
+        from meshattn.pictures import draw_assignment, draw_timeline
+
+        if args.picture:
+            draw_assignment(best.cut.tile, args.picture)
+        if args.timeline:
+            draw_timeline(_recorded(question, best), args.timeline)
+    if args.trace:
+        write_trace(_recorded(question, best), args.trace)
+    shown = [each for n, each in enumerate(found) if n < args.show or each.is_ring or each.is_ulysses]
+    if args.json:
+        return json.dumps({"why": why(found), "candidates": [each.as_json() for each in shown]}, indent=2)
+    return f"{_table(shown)}\n\n{why(found)}.\n{NOTE}"
+
+
+NOTE = (
+    "cut: ranks by heads x query chunks x key/value chunks of a rank. total: forward and backward together "
+    "unless --forward;\nkernels: blocks alone; exposed: the busiest rank computes nothing. sent: by a rank; "
+    "card: out of the busiest network card;\nleaving: out of all nodes. peak: buffers of a rank beside "
+    "arguments and results."
+)
+
+
+def _recorded(question: Question, best: Prediction) -> list[Timeline]:
+    pace = pace_of(question.topology, best.cut, best.order)
+    return [
+        run(
+            pass_program(direction, question.shape, best.cut, question.topology, order=best.order, pace=pace),
+            question.topology,
+            record=True,
+        )
+        for direction in question.passes
+    ]
+
+
+def _table(found: Sequence[Prediction]) -> str:
+    head = [
+        "cut", "total ms", "kernels", "exposed", "sent MiB", "card MiB", "leaving GiB", "exchanges",
+        "peak MiB", "limit", "placement",
+    ]  # fmt: skip
+    lines = [head]
+    for each in found:
+        links = each.links
+        lines.append(
+            [
+                each.name,
+                f"{each.total_us / 1e3:.2f}",
+                f"{each.kernels_us / 1e3:.2f}",
+                f"{each.exposed_us / 1e3:.2f}",
+                f"{links.rank / 2**20:.0f}",
+                f"{links.card / 2**20:.0f}",
+                f"{links.leaving / 2**30:.1f}",
+                str(each.exchanges),
+                f"{each.memory / 2**20:.0f}",
+                each.limit,
+                each.where,
+            ]
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    left = (0, 9, 10)
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

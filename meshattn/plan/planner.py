@@ -1,0 +1,339 @@
+"""Which cut is best on a cluster, and why: every candidate is emulated, or shown to be slower by a bound.
+
+A candidate is heads x a x b and the order of its axes over nodes. No step list is faster than its kernels,
+nor than the bytes of the busiest port or card; candidates are emulated by that bound, the least first, until
+the best time is below the bound of all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .assignment import Tile, tiles
+from .cost import CallShape, choose_tile, peak_memory, total_bytes
+from .heads import exchange, exchange_memory, head_groups, inner_shape
+from .hops import Visibility
+from .kernel_times import BlockPass
+from .links import LinkUse, link_use
+from .placement import ORDER, Cut, MeshAxis, Placement
+from .program import block_times, pace_of, pass_program
+from .schedule import Direction
+from .timeline import run
+from .topology import Topology
+
+BOTH: tuple[Direction, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One candidate, all wanted passes together; microseconds and bytes."""
+
+    cut: Cut
+    order: tuple[MeshAxis, ...]
+    where: str
+    links: LinkUse
+    memory: int
+    """Buffers of a rank beside arguments and results, at the peak."""
+    bound_us: float
+    kernels_us: float
+    """What the blocks of a rank take, alone."""
+    total_us: float
+    compute_us: float
+    """Blocks, merges, copies, and what exchanges take from them."""
+    exposed_us: float
+    exchanges: int
+    """Messages that a rank sends."""
+
+    @property
+    def is_ring(self) -> bool:
+        return self.cut.heads == 1 and self.cut.tile.a == 1
+
+    @property
+    def is_ulysses(self) -> bool:
+        return self.cut.heads > 1 and self.cut.tile.ranks == 1
+
+    @property
+    def name(self) -> str:
+        """heads x a x b, and what it is known as."""
+        known = ""
+        if self.is_ring:
+            known = " (ring)"
+        elif self.is_ulysses:
+            known = " (Ulysses)"
+        elif self.cut.heads > 1 and self.cut.tile.a == 1:
+            known = " (USP)"
+        return f"{self.cut}{known}"
+
+    @property
+    def limit(self) -> str:
+        """What the bound comes from, or that the time is far from all of them."""
+        uses = {
+            "compute": self.kernels_us,
+            "ports inside the node": self.links.port_us,
+            "network cards": self.links.card_us,
+        }
+        name = max(uses, key=lambda use: uses[use])
+        return name if self.total_us < 1.5 * uses[name] else f"waits (then {name})"
+
+    def as_json(self) -> dict[str, object]:
+        """In types that JSON knows."""
+        links = {name: getattr(self.links, name) for name in ("rank", "port", "card", "node", "leaving")}
+        return {
+            "heads": self.cut.heads,
+            "tile": str(self.cut.tile),
+            "name": self.name,
+            "order": list(self.order),
+            "where": self.where,
+            "sent_bytes": links,
+            "exchanges": self.exchanges,
+            "peak_bytes": self.memory,
+            "kernels_us": self.kernels_us,
+            "compute_us": self.compute_us,
+            "exposed_us": self.exposed_us,
+            "total_us": self.total_us,
+            "limit": self.limit,
+        }
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned: a call of ``shape`` as outside (``rows`` of a rank, all heads) on ``ranks``."""
+
+    ranks: int
+    shape: CallShape
+    topology: Topology
+    passes: tuple[Direction, ...] = BOTH
+
+    def placement(self, cut: Cut, order: tuple[MeshAxis, ...]) -> Placement:
+        return Placement(cut, order, self.topology.gpus_per_node, self.topology.gpus_per_nic)
+
+    def links(self, cut: Cut, order: tuple[MeshAxis, ...]) -> LinkUse:
+        """Of all passes."""
+        placement = self.placement(cut, order)
+        first, *others = (
+            link_use(direction, self.shape, placement, self.topology) for direction in self.passes
+        )
+        return sum(others, first)
+
+    def kernels_us(self, cut: Cut) -> float:
+        """Least time of the blocks of a rank."""
+        groups = head_groups(self.shape, cut.heads) if cut.heads > 1 else 1
+        inner = inner_shape(self.shape, cut.heads, groups) if cut.heads > 1 else self.shape
+        times = block_times(self.topology.kernels, inner)
+        half = 0 if inner.causal else 1
+        pairs: tuple[tuple[BlockPass, BlockPass], ...] = (("forward", "merging"), ("backward", "adding"))
+        each = [min(times[what][half] for what in names) for names in pairs if names[0] in self.passes]
+        return sum(each) * cut.tile.ranks * groups
+
+    def bound_us(self, cut: Cut, order: tuple[MeshAxis, ...]) -> float:
+        """No list is faster."""
+        links = self.links(cut, order)
+        return max(self.kernels_us(cut), links.port_us, links.card_us)
+
+    def memory(self, cut: Cut) -> int:
+        """Buffers of a rank in the pass that needs more."""
+        if cut.heads == 1:
+            return max(peak_memory(direction, cut.tile, self.shape) for direction in self.passes)
+        groups = head_groups(self.shape, cut.heads)
+        inner = inner_shape(self.shape, cut.heads, groups)
+        joined = (
+            groups
+            * inner.batch
+            * inner.rows
+            * inner.itemsize
+            * (
+                inner.heads * (inner.head_dim + inner.head_dim_v)
+                + inner.kv_heads * (inner.head_dim + inner.head_dim_v)
+            )
+        )
+        return joined + max(
+            peak_memory(direction, cut.tile, inner)
+            + exchange_memory(direction, self.shape, cut.heads, groups)
+            for direction in self.passes
+        )
+
+    def predict(self, cut: Cut, order: tuple[MeshAxis, ...]) -> Prediction:
+        """Emulate a candidate."""
+        pace = pace_of(self.topology, cut, order)
+        total = compute = exposed = 0.0
+        exchanges = 0
+        for direction in self.passes:
+            program = pass_program(direction, self.shape, cut, self.topology, order=order, pace=pace)
+            timeline = run(program, self.topology)
+            total += timeline.total_us
+            compute += max(timeline.compute_us)
+            exposed += timeline.exposed_us
+            exchanges += program.num_exchanges
+        return Prediction(
+            cut=cut,
+            order=order,
+            where=self.placement(cut, order).describe(),
+            links=self.links(cut, order),
+            memory=self.memory(cut),
+            bound_us=self.bound_us(cut, order),
+            kernels_us=self.kernels_us(cut),
+            total_us=total,
+            compute_us=compute,
+            exposed_us=exposed,
+            exchanges=exchanges,
+        )
+
+
+def cuts(ranks: int, shape: CallShape, heads: int | None = None, tile: Tile | None = None) -> Iterator[Cut]:
+    """All cuts of these ranks, or those with this head axis or this tile."""
+    for w in range(1, ranks + 1) if heads is None else (heads,):
+        if ranks % w or shape.heads % w:
+            continue
+        for each in tiles(ranks // w):
+            if tile is None or each == tile:
+                yield Cut(w, each)
+
+
+def rank_candidates(
+    question: Question,
+    candidates: Sequence[tuple[Cut, tuple[MeshAxis, ...]]],
+    *,
+    at_least: int = 1,
+) -> list[Prediction]:
+    """The best first; all that may be among the first ``at_least``, and those that were emulated on the way.
+
+    Equal times are in order of bytes, then of buffers, then of the axes.
+    """
+    bounds = sorted(
+        (question.bound_us(cut, order), question.memory(cut), number)
+        for number, (cut, order) in enumerate(candidates)
+    )
+    found: list[Prediction] = []
+    for bound, _, number in bounds:
+        if len(found) >= at_least and bound > found[at_least - 1].total_us:
+            break
+        found.append(question.predict(*candidates[number]))
+        found.sort(key=lambda each: (each.total_us, each.links.rank, each.memory, each.cut, each.order))
+    return found
+
+
+def plan(
+    question: Question, *, heads: int | None = None, memory_limit: int | None = None, at_least: int = 10
+) -> list[Prediction]:
+    """The candidates of any placement, best first; plain ring and Ulysses, where they can be, always among
+    them.
+
+    Raises ValueError if no cut keeps within ``memory_limit`` bytes of buffers.
+    """
+    every = [
+        (cut, order)
+        for cut in cuts(question.ranks, question.shape, heads)
+        for order in cut.orders(question.topology.gpus_per_node)
+    ]
+    every = _within(question, every, memory_limit)
+    found = rank_candidates(question, every, at_least=at_least)
+    for wanted in (Cut(1, Tile(1, question.ranks)), Cut(question.ranks, Tile(1, 1))):
+        same = [each for each in every if each[0] == wanted]
+        if same and all(each.cut != wanted for each in found):
+            found += rank_candidates(question, same)[:1]
+    return sorted(found, key=lambda each: each.total_us)
+
+
+def _within(
+    question: Question, every: list[tuple[Cut, tuple[MeshAxis, ...]]], limit: int | None
+) -> list[tuple[Cut, tuple[MeshAxis, ...]]]:
+    if not every:
+        raise ValueError(
+            f"{question.ranks} ranks and {question.shape.heads} heads allow no such cut: the ranks of the "
+            "head axis must divide both"
+        )
+    fitting = [each for each in every if limit is None or question.memory(each[0]) <= limit]
+    if not fitting:
+        least = min(every, key=lambda each: question.memory(each[0]))[0]
+        raise ValueError(
+            f"the memory limit is {limit} bytes, but the buffers of a rank take at least "
+            f"{question.memory(least)} bytes (heads x a x b = {least}): raise the limit or use more ranks"
+        )
+    return fitting
+
+
+def why(found: Sequence[Prediction]) -> str:
+    """One sentence: why the first wins."""
+    best, *others = found
+    share = 100 * best.kernels_us / best.total_us
+    if best.is_ring:
+        start = "plain ring is best here"
+    elif best.is_ulysses:
+        start = "Ulysses is best here"
+    else:
+        start = f"{best.cut} is best"
+    rivals = [each for each in others if each.cut != best.cut]
+    against = next((each for each in rivals if each.is_ring), rivals[0] if rivals else None)
+    text = f"{start}: kernels alone take {share:.0f} % of its {best.total_us / 1e3:.1f} ms"
+    if against is None:
+        return text + ", and there is no other way to cut"
+    times = against.total_us / best.total_us
+    if best.links.card_us or against.links.card_us:
+        busiest = (
+            f"its busiest network card sends {_size(best.links.card)}, that of {against.name} "
+            f"{_size(against.links.card)}"
+        )
+    else:
+        busiest = f"a rank sends {_size(best.links.rank)}, one of {against.name} {_size(against.links.rank)}"
+    return f"{text}, {busiest}, which takes {times:.2f} times as long"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+@lru_cache(maxsize=256)
+def choose(
+    ranks: int,
+    shape: CallShape,
+    *,
+    heads: int | None = 1,
+    tile: Tile | None = None,
+    topology: Topology | None = None,
+    memory_limit: int | None = None,
+    visibility: Visibility | None = None,
+) -> Cut:
+    """The cut of a mesh: what ``tile="auto"`` (``tile`` None) and ``heads="auto"`` (``heads`` None) take.
+
+    ``shape`` is that of the call outside: ``rows`` of a rank, all heads. With a topology the least predicted
+    time of both passes, the axes in the library's own order; without one, or where masks leave blocks out
+    (``visibility``), the fewest bytes. Depends on its arguments alone.
+
+    Raises ValueError if nothing fits.
+    """
+    candidates = list(cuts(ranks, shape, heads, tile))
+    if not candidates:
+        raise ValueError(
+            f"{ranks} ranks cannot be cut into heads={'auto' if heads is None else heads} for "
+            f"{shape.heads} heads and tile {tile or 'auto'}: the ranks of the head axis must divide both"
+        )
+    every_block = visibility is None or visibility == Visibility.full(len(visibility.keys))
+    if topology is not None and every_block:
+        question = Question(ranks, shape, topology)
+        placed = _within(question, [(cut, ORDER) for cut in candidates], memory_limit)
+        return rank_candidates(question, placed)[0].cut
+    by_heads: dict[int, list[Cut]] = {}
+    for cut in candidates:
+        by_heads.setdefault(cut.heads, []).append(cut)
+    best: list[tuple[int, int, Cut]] = []
+    for w, some in by_heads.items():
+        inner = inner_shape(shape, w) if w > 1 else shape
+        if tile is None:
+            seen = visibility if visibility is not None and len(visibility.keys) * w == ranks else None
+            try:
+                some = [Cut(w, choose_tile(ranks // w, inner, memory_limit=memory_limit, visibility=seen))]
+            except ValueError:
+                if len(by_heads) == 1:
+                    raise
+                continue
+        moved = sum(total_bytes(direction, some[0].tile, inner) for direction in BOTH)
+        if w > 1:
+            moved += sum(
+                part.num_bytes for direction in BOTH for part in exchange(direction, shape, w).values()
+            )
+        best.append((moved, w, some[0]))
+    if not best:
+        raise ValueError(f"no cut of {ranks} ranks keeps its buffers within {memory_limit} bytes")
+    return min(best)[2]

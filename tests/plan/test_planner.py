@@ -1,0 +1,111 @@
+"""The planner: its order, its pruning, its cap, and what auto takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshattn.plan import Tile, choose_tile, tiles
+from meshattn.plan.cost import total_bytes
+from meshattn.plan.heads import exchange, inner_shape
+from meshattn.plan.placement import ORDER, Cut
+from meshattn.plan.planner import BOTH, Question, choose, cuts, plan, why
+from plan.topology_cases import call, cluster
+
+
+def question(ranks: int = 12, *, gpus_per_node: int = 4, between: float = 10.0, **shape: int) -> Question:
+    return Question(ranks, call(700, **shape), cluster(gpus_per_node, between=between, latency_us=2.0))
+
+
+@pytest.mark.parametrize("between", [0.5, 10.0, 1000.0])
+def test_pruning_changes_neither_the_best_nor_the_order(between: float) -> None:
+    asked = question(between=between)
+    every = [asked.predict(cut, order) for cut in cuts(12, asked.shape) for order in cut.orders(4)]
+    found = plan(asked, at_least=3)
+    assert [each.total_us for each in found] == sorted(each.total_us for each in found)
+    assert [each.total_us for each in found[:3]] == sorted(each.total_us for each in every)[:3]
+    assert all(each.bound_us <= each.total_us * (1 + 1e-9) for each in every)
+
+
+def test_ring_and_ulysses_are_always_there() -> None:
+    found = plan(question(8, gpus_per_node=4), at_least=1)
+    assert (
+        [each.is_ring for each in found].count(True) == 1 == [each.is_ulysses for each in found].count(True)
+    )
+    assert {each.name for each in found} >= {"1x1x8 (ring)", "8x1x1 (Ulysses)"}
+
+
+def test_figures_are_those_of_the_formulas() -> None:
+    for each in plan(question(12)):
+        inner = inner_shape(call(700), each.cut.heads) if each.cut.heads > 1 else call(700)
+        sent = sum(total_bytes(direction, each.cut.tile, inner) for direction in BOTH)
+        if each.cut.heads > 1:
+            moved = (exchange(direction, call(700), each.cut.heads) for direction in BOTH)
+            sent += sum(part.num_bytes for parts in moved for part in parts.values())
+        assert each.links.rank == sent
+        assert each.links.leaving <= 12 * sent
+        assert each.total_us == pytest.approx(each.compute_us + each.exposed_us, rel=1e-6)
+
+
+def test_a_cap_on_memory_leaves_the_smaller_ones() -> None:
+    asked = question(12)
+    free = plan(asked, at_least=99)
+    cap = sorted(each.memory for each in free)[len(free) // 3]
+    kept = plan(asked, memory_limit=cap, at_least=99)
+    assert {(each.cut, each.order) for each in kept} == {(e.cut, e.order) for e in free if e.memory <= cap}
+    with pytest.raises(ValueError, match="the memory limit is 100 bytes, but the buffers of a rank take"):
+        plan(asked, memory_limit=100)
+
+
+def test_why_names_what_wins() -> None:
+    ring = question(4, gpus_per_node=8, between=1e4, heads=7, kv_heads=7)
+    assert why(plan(ring)).startswith("plain ring is best here" if plan(ring)[0].is_ring else "1x")
+    ulysses = plan(question(8, gpus_per_node=8, heads=8, kv_heads=8))
+    assert ulysses[0].is_ulysses == why(ulysses).startswith("Ulysses is best here")
+    alone = plan(Question(1, call(64), cluster()))
+    assert "no other way to cut" in why(alone)
+
+
+def test_slow_links_between_nodes_keep_heads_or_rows_inside() -> None:
+    best = plan(question(16, gpus_per_node=4, between=1.0, heads=4, kv_heads=4))[0]
+    assert "inside a node" in best.where
+
+
+@pytest.mark.parametrize("ranks", [1, 6, 8, 12])
+def test_auto_without_a_topology_takes_the_fewest_bytes(ranks: int) -> None:
+    shape = call(101, heads=6, kv_heads=6)
+    assert choose(ranks, shape) == Cut(1, choose_tile(ranks, shape))
+    cut = choose(ranks, shape, heads=None)
+
+    def moved(cut: Cut) -> int:
+        inner = inner_shape(shape, cut.heads) if cut.heads > 1 else shape
+        sent = sum(total_bytes(direction, cut.tile, inner) for direction in BOTH)
+        if cut.heads == 1:
+            return sent
+        parts = (exchange(direction, shape, cut.heads) for direction in BOTH)
+        return sent + sum(part.num_bytes for each in parts for part in each.values())
+
+    assert moved(cut) == min(moved(each) for each in cuts(ranks, shape))
+
+
+def test_auto_with_a_topology_takes_the_least_time_in_the_own_order() -> None:
+    asked = question(12)
+    cut = choose(12, asked.shape, heads=None, topology=asked.topology)
+    times = {each: asked.predict(each, ORDER).total_us for each in cuts(12, asked.shape)}
+    assert times[cut] == min(times.values())
+    ring = choose(12, asked.shape, tile=Tile(1, 12), topology=asked.topology)
+    assert ring == Cut(1, Tile(1, 12))
+
+
+def test_auto_with_a_given_head_axis_or_tile() -> None:
+    shape = call(64, heads=8, kv_heads=2)
+    assert choose(12, shape, heads=2).heads == 2
+    assert choose(12, shape, heads=None, tile=Tile(3, 2)) == Cut(2, Tile(3, 2))
+    for wrong in ({"heads": 3}, {"tile": Tile(5, 1)}):
+        with pytest.raises(ValueError, match="must divide both"):
+            choose(12, shape, **wrong)  # type: ignore[arg-type]
+
+
+def test_all_cuts_multiply_to_the_ranks() -> None:
+    every = list(cuts(24, call(9, heads=6)))
+    assert len(set(every)) == len(every) == sum(len(tiles(24 // w)) for w in (1, 2, 3, 6))
+    assert all(cut.ranks == 24 and 6 % cut.heads == 0 for cut in every)

@@ -1,0 +1,192 @@
+"""The emulator against bounds, hand formulas, and itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshattn.plan import Direction, Tile, payload_bytes
+from meshattn.plan.links import link_use
+from meshattn.plan.placement import Cut
+from meshattn.plan.program import Exchange, Kernel, Mask, Program, block_times, pace_of, pass_program
+from meshattn.plan.timeline import Fabric, Timeline, run
+from meshattn.plan.topology import Topology
+from meshattn.plan.trace import trace_events, write_trace
+from plan.topology_cases import call, cluster
+
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+CUTS = [Cut(1, Tile(1, 8)), Cut(1, Tile(8, 1)), Cut(1, Tile(2, 6)), Cut(1, Tile(6, 4)), Cut(2, Tile(3, 4)),
+        Cut(4, Tile(1, 3)), Cut(8, Tile(1, 1))]  # fmt: skip
+
+
+def emulate(
+    direction: Direction,
+    cut: Cut,
+    topology: Topology,
+    rows: int = 500,
+    *,
+    paced: bool = True,
+    **options: bool,
+) -> Timeline:
+    order = cut.orders(topology.gpus_per_node)[-1]
+    pace = {"pace": pace_of(topology, cut, order)} if paced else {}
+    return run(pass_program(direction, call(rows), cut, topology, order=order, **pace), topology, **options)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_never_faster_than_kernels_or_the_busiest_link(direction: Direction, cut: Cut) -> None:
+    for between, nics in ((1.0, 1), (50.0, 2), (1000.0, 1)):
+        topology = cluster(4, between=between, gpus_per_nic=nics)
+        timeline = emulate(direction, cut, topology)
+        use = link_use(direction, call(500), timeline.program.placement, topology)
+        kernels = sum(
+            e.us for e in timeline.program.entries if isinstance(e, Kernel) and not isinstance(e.us, tuple)
+        )
+        assert timeline.total_us >= max(kernels, use.port_us, use.card_us) * (1 - 1e-9)
+        assert min(timeline.compute_us) == pytest.approx(kernels)
+        sent = sum(e.num_bytes for e in timeline.program.entries if isinstance(e, Exchange))
+        assert sent == use.rank
+
+
+@pytest.mark.parametrize("gb_per_s", [0.5, 3.0, 20.0, 70.0])
+def test_a_ring_with_equal_links_is_the_hand_formula(gb_per_s: float) -> None:
+    """Up to one hop, which the list exposes where blocks take longer: it starts behind the own block."""
+    topology, shape, ranks = cluster(16, inside=gb_per_s, latency_us=3.0), call(500), 7
+    first, more = (block_times(topology.kernels, shape)[what][1] for what in ("forward", "merging"))
+    hop = topology.inside.latency_us + payload_bytes("kv", shape) / (1e3 * gb_per_s)
+    by_hand = max(first, hop) + (ranks - 2) * max(more, hop) + more
+    time = emulate("forward", Cut(1, Tile(1, ranks)), topology).total_us
+    spare = 0.0 if hop >= more else hop
+    assert by_hand * (1 - 1e-6) <= time <= (by_hand + spare) * (1 + 1e-6)
+
+
+def test_a_ring_is_as_slow_as_its_slowest_hop() -> None:
+    inside = cluster(16, inside=1.0)
+    mixed = cluster(4, inside=100.0, between=1.0)
+    cut = Cut(1, Tile(1, 8))
+    assert emulate("forward", cut, mixed).total_us == pytest.approx(emulate("forward", cut, inside).total_us)
+
+
+@pytest.mark.parametrize("cut", CUTS[2:5], ids=str)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_no_time_falls_where_a_cost_rises(direction: Direction, cut: Cut) -> None:
+    """With the list as it is: another cluster may have another list."""
+    base = {"inside": 20.0, "between": 4.0, "latency_us": 1.0, "start_us": 0.1}
+    for name in base:
+        totals = []
+        for factor in (1.0, 1.3, 2.0, 5.0):
+            changed = {**base, name: base[name] * factor}
+            totals.append(emulate(direction, cut, cluster(4, **changed), paced=False).total_us)
+        if name in ("inside", "between"):
+            totals.reverse()
+        assert totals == sorted(totals), name
+        assert name in ("inside", "start_us") or totals[0] < totals[-1], name
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_following_one_rank_of_a_kind_is_exact(cut: Cut) -> None:
+    topology = cluster(3, between=7.0, latency_us=1.0, gpus_per_nic=2)
+    program = pass_program("backward", call(300), cut, topology)
+    kinds = run(program, topology)
+    entries = tuple(
+        replace(entry, us=(entry.us,) * cut.ranks) if isinstance(entry, Kernel) else entry
+        for entry in program.entries
+    )
+    each = run(replace(program, entries=entries), topology)
+    assert len(each.end_us) == cut.ranks >= len(kinds.end_us)
+    assert [kinds.end_us[kind] for kind in kinds.kind] == pytest.approx(list(each.end_us))
+    assert emulate("backward", cut, topology) == emulate("backward", cut, topology)
+
+
+def test_large_meshes_have_few_kinds_of_ranks() -> None:
+    topology = cluster(8)
+    program = pass_program("forward", call(64), Cut(1, Tile(8, 32)), topology)
+    assert len(set(Fabric(program, topology, every_rank=False).kind)) <= 8
+
+
+def triangle(chunks: int) -> Mask:
+    """Causal with contiguous chunks."""
+    return Mask(chunks, lambda p, q: 1.0 if q < p else 0.5 if q == p else 0.0)
+
+
+def test_uneven_blocks_are_as_slow_as_the_busiest_rank_and_skip_hops() -> None:
+    topology, cut = cluster(4), Cut(1, Tile(1, 8))
+    mask = triangle(8)
+    program = pass_program("forward", call(400), cut, topology, mask=mask)
+    timeline = run(program, topology)
+    assert len(timeline.end_us) == 8
+    half, whole = block_times(topology.kernels, call(400))["merging"]
+    assert max(timeline.compute_us) == pytest.approx(half + 7 * whole)
+    assert min(timeline.compute_us) == pytest.approx(half)
+    every = pass_program("forward", call(400), cut, topology)
+    sends = sum(sum(e.sends or (True,) * 8) for e in program.entries if isinstance(e, Exchange))
+    assert 0 < sends < 8 * every.num_exchanges
+    assert timeline.total_us <= run(every, topology).total_us
+
+
+def test_an_even_mask_is_no_mask() -> None:
+    topology, cut = cluster(4, latency_us=2.0), Cut(1, Tile(2, 4))
+    for part, causal in ((0.5, True), (1.0, False)):
+        shape = call(300, causal=causal)
+        plain = run(pass_program("backward", shape, cut, topology), topology)
+        masked = run(
+            pass_program("backward", shape, cut, topology, mask=Mask(8, lambda p, q, part=part: part)),
+            topology,
+        )
+        assert masked.total_us == pytest.approx(plain.total_us)
+
+
+def test_exchanges_that_take_multiprocessors_slow_the_kernels_beside_them() -> None:
+    cut = Cut(1, Tile(1, 8))
+    free, taken = (emulate("forward", cut, cluster(4, between=40.0, sm_share=share)) for share in (0.0, 0.2))
+    assert taken.total_us > free.total_us
+    assert max(taken.compute_us) <= max(free.compute_us) / 0.8 + 1e-9
+    inside = emulate("forward", cut, cluster(8, sm_share=0.2))
+    assert inside.total_us == emulate("forward", cut, cluster(8)).total_us
+
+
+def test_a_host_that_is_too_slow_rules_the_time() -> None:
+    slow = emulate("forward", Cut(1, Tile(1, 4)), cluster(4, start_us=1e5), rows=16)
+    kernels = [e for e in slow.program.entries if isinstance(e, Kernel)]
+    assert slow.total_us >= 1e5 * (len(kernels) + slow.program.num_exchanges)
+
+
+def test_events_tell_what_happened(tmp_path: Path) -> None:
+    topology = cluster(2, latency_us=1.0)
+    timelines = [emulate(direction, Cut(2, Tile(1, 3)), topology, record=True) for direction in DIRECTIONS]
+    for timeline in timelines:
+        for rank in timeline.ranks_by_kind:
+            for lane in ("compute", "node", "net"):
+                own = [event for event in timeline.events if (event.rank, event.lane) == (rank, lane)]
+                assert all(a.end <= b.begin + 1e-9 for a, b in itertools.pairwise(own))
+            busy = sum(e.end - e.begin for e in timeline.events if (e.rank, e.lane) == (rank, "compute"))
+            assert busy == pytest.approx(timeline.compute_us[timeline.kind[rank]])
+    path = tmp_path / "trace.json"
+    write_trace(timelines, path)
+    spans = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) == sum(len(timeline.events) for timeline in timelines)
+    assert max(e["ts"] + e["dur"] for e in spans) <= sum(t.total_us for t in timelines) + 1e-6
+    named = {(e["pid"], e["name"]) for e in trace_events(timelines) if e["ph"] == "M"}
+    assert {pid for pid, _ in named} == {e["pid"] for e in spans}
+
+
+def test_paces_follow_the_links() -> None:
+    topology = cluster(4, inside=100.0, between=10.0)
+    pace = pace_of(topology, Cut(1, Tile(4, 2)), ("row", "col", "heads"))
+    assert (pace.row, pace.col, pace.channels) == (1, 10, "per_axis")
+    pace = pace_of(topology, Cut(1, Tile(4, 2)), ("col", "row", "heads"))
+    assert (pace.row, pace.col, pace.channels) == (10, 1, "per_axis")
+    shared = replace(topology, gpus_per_nic=2)
+    assert pace_of(shared, Cut(1, Tile(4, 2)), ("row", "col", "heads")).col == 20
+    assert pace_of(topology, Cut(1, Tile(2, 2)), ("row", "col", "heads")).channels == "shared"
+
+
+def test_programs_wait_for_all_that_they_start() -> None:
+    program: Program = pass_program("backward", call(100), Cut(4, Tile(2, 3)), cluster())
+    numbers = [entry.number for entry in program.entries if isinstance(entry, Exchange)]
+    assert len(numbers) == len(set(numbers))

@@ -1,0 +1,136 @@
+"""Topologies: files, presets, and the table of kernel times."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from meshattn.plan.kernel_times import BLOCK_PASSES, BlockTime, KernelTimes
+from meshattn.plan.topology import Topology, kernel_times, load_topology, presets
+from plan.topology_cases import FLAT, RATE, cluster
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets_load_and_survive_a_file(name: str, tmp_path: Path) -> None:
+    topology = load_topology(name)
+    assert topology.name == name and topology.between.gb_per_s < topology.inside.gb_per_s
+    path = tmp_path / "cluster.json"
+    path.write_text(topology.text())
+    assert load_topology(path) == topology
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    for nodes in (2, 3):
+        path.write_text(cluster(nodes).text())
+        assert load_topology(path).gpus_per_node == nodes
+
+
+def data(**changes: Any) -> dict[str, Any]:
+    return {**cluster().as_data(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"gpus_per_node": 0}, "gpus_per_node of a topology is 0"),
+        ({"gpus_per_node": "8"}, "gpus_per_node of a topology is '8'"),
+        ({"inside": {"gb_per_s": 0}}, "gb_per_s of a link is 0"),
+        ({"between": {"gb_per_s": 5, "latency_us": -1}}, "latency_us of a link is -1"),
+        ({"between": {"gbps": 5}}, "gbps"),
+        ({"between": {"gb_per_s": 5, "sm_share": 1}}, "sm_share of a link is 1"),
+        ({"kernels": "h999"}, "kernels 'h999': there is no such table"),
+        ({"kernels": {"block_us": []}}, "no block in the table"),
+        ({"kernels": {"block_us": [{"rows": 4}]}}, "block 0 has no head_dim"),
+        ({"nodes": 3}, "has the unknown nodes"),
+        ({"start_us": -1}, "start_us of a topology is -1"),
+    ],
+    ids=str,
+)
+def test_refuses_with_the_name_of_what_is_wrong(changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        Topology.read(data(**changed), "some.yaml")
+    assert "some.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["inside", "between", "kernels", "gpus_per_node", "name"])
+def test_refuses_what_is_missing(name: str) -> None:
+    lacking = data()
+    del lacking[name]
+    with pytest.raises(ValueError, match=f"lacks {name}"):
+        Topology.read(lacking)
+
+
+def test_unknown_sources_and_other_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"presets are .*dgx-h200"):
+        load_topology("nowhere")
+    path = tmp_path / "cluster.yaml"
+    path.write_text("name: test\n")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ValueError, match=r"pip install meshattn\[yaml\]"):
+        load_topology(path)
+
+
+def test_yaml_is_read_where_there_is_a_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("name: test\n")
+    parser = ModuleType("yaml")
+    parser.safe_load = lambda text: data() if text == "name: test\n" else None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "yaml", parser)
+    assert load_topology(path) == Topology.read(data())
+
+
+def us(table: KernelTimes, what: str = "forward", **changes: Any) -> float:
+    sizes: Mapping[str, Any] = {
+        "heads": 3, "kv_heads": 3, "rows": 5000, "keys": 5000, "head_dim": 128, "causal": False, **changes,
+    }  # fmt: skip
+    return table.us(what, **sizes)  # type: ignore[arg-type]
+
+
+def test_a_block_of_the_table_takes_the_time_written_there() -> None:
+    table = kernel_times("h200")
+    for block in table.blocks[::7]:
+        sizes = {
+            "heads": block.heads, "kv_heads": block.kv_heads, "rows": block.rows, "keys": block.rows,
+            "head_dim": block.head_dim, "causal": block.causal,
+        }  # fmt: skip
+        for what in BLOCK_PASSES:
+            assert us(table, what, **sizes) == pytest.approx(getattr(block, what), rel=1e-9)
+
+
+def test_a_flat_rate_stays_flat_for_any_size() -> None:
+    for rows, keys, heads, head_dim, causal in ((77, 3000, 5, 64, False), (9001, 9001, 64, 128, True)):
+        work = rows * keys * heads * head_dim / RATE / (2 if causal else 1)
+        time = us(FLAT, rows=rows, keys=keys, heads=heads, kv_heads=heads, head_dim=head_dim, causal=causal)
+        assert time == pytest.approx(work)
+
+
+def growing(rows: int, heads: int) -> BlockTime:
+    time = rows**2 * heads / 100 + 50.0
+    return BlockTime(128, heads, heads, rows, True, time, time, time, time)
+
+
+def test_between_blocks_times_rise_and_beyond_them_the_rate_stays() -> None:
+    table = KernelTimes("growing", tuple(growing(r, h) for r in (64, 256, 1024) for h in (2, 8)))
+    sizes = [16, 64, 100, 128, 200, 256, 500, 1024, 3000, 9000]
+    times = [us(table, rows=n, keys=n, causal=True, heads=4, kv_heads=4) for n in sizes]
+    assert times == sorted(times)
+    assert times[0] == pytest.approx(times[1]), "a smaller block than the smallest takes its time"
+    assert times[-1] == pytest.approx(times[-2] * 9)
+    assert times[-2] == pytest.approx(us(table, rows=1000, keys=9000, causal=True, heads=4, kv_heads=4))
+    exact = [growing(n, 4).forward for n in sizes]
+    assert all(0.8 < t / e < 1.25 for t, e in zip(times[1:8], exact[1:8], strict=True))
+    full = us(table, rows=512, keys=512, heads=8, kv_heads=8)
+    assert full == pytest.approx(2 * us(table, rows=512, keys=512, heads=8, kv_heads=8, causal=True))
+
+
+def test_text_keeps_numbers() -> None:
+    assert Topology.read(json.loads(cluster(7, start_us=1.5).text())) == cluster(7, start_us=1.5)
+    assert math.isclose(FLAT.best_flops_per_us, 4 * RATE)
