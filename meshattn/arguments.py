@@ -21,6 +21,7 @@ class Options:
     softmax_scale: float | None
     window_size: tuple[int, int]
     softcap: float
+    dropout_p: float
     deterministic: bool
     return_lse: bool
     reduce_dtype: torch.dtype | None
@@ -76,7 +77,6 @@ def check_keys(seq: ShardedSequence, keys: ShardedSequence) -> None:
 
 
 _INSTEAD = {
-    "dropout_p": "there is no dropout inside attention; drop elements of its output",
     "attn_mask": "masks are causal, window_size and the documents of mesh.sequence(cu_seqlens=...)",
     "attn_bias": "there are no biases; rotate q and k for positions",
     "alibi_slopes": "there are no biases; rotate q and k for positions",
@@ -95,6 +95,9 @@ def check_options(options: Options) -> None:
     cap = options.softcap
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 <= cap <= sys.float_info.max:
         raise ValueError(f"softcap is {cap!r}: it must be a finite number, positive or 0.0 for none")
+    p = options.dropout_p
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
+        raise ValueError(f"dropout_p is {p!r}: it must be a probability, from 0.0 for none and below 1.0")
     for name in ("causal", "deterministic", "return_lse"):
         if not isinstance(value := getattr(options, name), bool):
             raise ValueError(f"{name} is {value!r}: it must be True or False")
@@ -105,6 +108,17 @@ def check_options(options: Options) -> None:
         )
     if scale is not None and not 0 < scale <= sys.float_info.max:
         raise ValueError(f"softmax_scale is {scale}: it must be positive and finite, or None for D ** -0.5")
+
+
+def is_seed(seed: object) -> bool:
+    return seed is None or (type(seed) is int and 0 <= seed < 2**64)
+
+
+def check_seed(seed: object) -> None:
+    if not is_seed(seed):
+        raise ValueError(
+            f"dropout_seed is {seed!r}: it must be a whole number from 0 to 2**64 - 1, or None to draw one"
+        )
 
 
 def check_kind(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> None:

@@ -29,6 +29,8 @@ def mesh_attention(
     window_size: tuple[int, int] = (-1, -1),
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     deterministic: bool = True,
     return_lse: bool = False,
     reduce_dtype: torch.dtype | None = None,
@@ -56,10 +58,16 @@ def mesh_attention(
         window_size: (left, right) keys that a query sees before and after its own, -1 for no bound; causal
             is right = 0. Together with documents inside each document.
         sinks: [H], a logit for each query head that takes part in the softmax of every row and has no value
-            (as in gpt-oss); rows that see no key are not touched. Its gradient on each rank is that of the
-            rank's own rows, as for any weight.
-        softcap: c > 0 bounds the scores: c * tanh(score / c), as in flash-attn; 0.0 is off. Only the
-            "reference" kernel has it.
+            (as in gpt-oss); rows that see no key are not touched. Its gradient on a rank is this rank's part:
+            the parts of all ranks add up to the whole, as for any weight.
+        softcap: c > 0 bounds the scores: c * tanh(score / c), as in flash-attn; 0.0 is off. The "hopper"
+            kernel does not have it.
+        dropout_p: probability, from 0 and below 1, with which an attention probability is dropped; others are
+            divided by 1 - dropout_p. Which ones follows from the seed and from batch, head, query and key
+            position in the whole sequence, whatever mesh, tile, layout and kernel. The "hopper" kernel does
+            not have it.
+        dropout_seed: from 0 to 2**64 - 1, the same on all ranks and another in every call; by default drawn
+            from torch's CPU generator, which all ranks must have seeded alike.
         deterministic: True refuses kernels that are not bitwise deterministic.
         return_lse: also return lse; gradients flow through it as through out.
         reduce_dtype: type in which partial results travel: the accumulator type (default; float32, float64
@@ -83,13 +91,14 @@ def mesh_attention(
         softmax_scale,
         window_size,
         softcap,
+        dropout_p,
         deterministic,
         return_lse,
         reduce_dtype,
         kernel,
         tuple(sorted(unknown)),
     )
-    return _outside_graphs("mesh_attention", q, k, v, seq, kv_seq, sinks, options)
+    return _outside_graphs("mesh_attention", q, k, v, seq, kv_seq, sinks, dropout_seed, options)
 
 
 def ring_attention(
@@ -104,6 +113,8 @@ def ring_attention(
     window_size: tuple[int, int] = (-1, -1),
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     deterministic: bool = True,
     return_lse: bool = False,
     reduce_dtype: torch.dtype | None = None,
@@ -120,13 +131,14 @@ def ring_attention(
         softmax_scale,
         window_size,
         softcap,
+        dropout_p,
         deterministic,
         return_lse,
         reduce_dtype,
         kernel,
         tuple(sorted(unknown)),
     )
-    return _outside_graphs("ring_attention", q, k, v, seq, kv_seq, sinks, options)
+    return _outside_graphs("ring_attention", q, k, v, seq, kv_seq, sinks, dropout_seed, options)
 
 
 def kernel_for(
@@ -135,6 +147,8 @@ def kernel_for(
     head_dim: int,
     head_dim_v: int | None = None,
     *,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
     kernel: str | None = None,
 ) -> str:
     """Name of the local kernel that attention runs on such tensors.
@@ -144,6 +158,7 @@ def kernel_for(
         dtype: of q, k and v; under autocast, its type.
         head_dim: of q and k.
         head_dim_v: of v, by default that of q and k.
+        softcap, dropout_p: as given to `mesh_attention`.
         kernel: as given to `mesh_attention`.
 
     Raises:
@@ -153,7 +168,8 @@ def kernel_for(
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     check_kind(dtype, head_dim, head_dim_v)
     check_kernel_name(kernel)
-    return choose_kernel(kernel, torch.device(device), dtype, head_dim, head_dim_v)
+    changes = {"softcap": softcap > 0, "dropout": dropout_p > 0}
+    return choose_kernel(kernel, torch.device(device), dtype, head_dim, head_dim_v, **changes)
 
 
 def _outside_graphs(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:

@@ -17,10 +17,10 @@ from meshattn_kernels.rules import WITHOUT_LSE_GRADIENT
 
 
 def differentiable_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: AttentionMesh, call: engine.Call
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: AttentionMesh, call: engine.Call, seed: int
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's rows, as `engine.forward`, differentiable once in the four tensors."""
-    result: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, sinks, mesh, call)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, sinks, mesh, call, seed)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -44,12 +44,13 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         mesh: AttentionMesh,
         call: engine.Call,
+        seed: int,
     ) -> tuple[Tensor, Tensor]:
         with _engine_room(mesh, call):
-            out, lse = engine.forward(call, q, k, v, sinks)
+            out, lse = engine.forward(call, q, k, v, sinks, seed)
         ctx.save_for_backward(q, k, v, out, lse, sinks)  # type: ignore[arg-type]  # None is allowed
         ctx.set_materialize_grads(False)
-        ctx.mesh, ctx.call = mesh, call  # type: ignore[attr-defined]
+        ctx.mesh, ctx.call, ctx.seed = mesh, call, seed  # type: ignore[attr-defined]
         ctx.number = mesh.agreement.calls  # type: ignore[attr-defined]
         return out, lse
 
@@ -63,13 +64,13 @@ class _Attention(torch.autograd.Function):
         if do is None:  # only lse is used
             do = torch.zeros_like(out)
         with torch.no_grad(), _engine_room(ctx.mesh, ctx.call):
-            grads = engine.backward(ctx.call, q, k, v, out, lse, do, dlse, sinks)
+            grads = engine.backward(ctx.call, q, k, v, out, lse, do, dlse, sinks, ctx.seed)
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients
             sources = [x for x in (q, k, v, sinks, do, dlse) if x is not None]
             some = [x for x in grads if x is not None]
             some = _Undifferentiable.apply(len(some), *some, *sources)  # type: ignore[no-untyped-call]
             grads = *some, *grads[len(some) :]
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 def _refused_gradient(kernel: str, dlse: Tensor | None) -> Exception | None:

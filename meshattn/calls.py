@@ -15,12 +15,15 @@ from meshattn.arguments import (
     check_kernel_name,
     check_keys,
     check_options,
+    check_seed,
     check_sinks,
     check_tensors,
     check_types,
+    is_seed,
     words_of,
 )
 from meshattn.autograd import differentiable_attention
+from meshattn.dropout import DropoutRule
 from meshattn.masks import BlockMasks
 from meshattn.mesh import AttentionMesh
 from meshattn.plan.assignment import Tile
@@ -53,6 +56,7 @@ def attend(
     seq: ShardedSequence,
     kv_seq: ShardedSequence | None,
     sinks: Tensor | None,
+    dropout_seed: int | None,
     options: Options,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One checked call of the public function `name`."""
@@ -61,29 +65,39 @@ def attend(
     mesh = seq.mesh
     mesh.require_open()
     keys = seq if kv_seq is None else kv_seq
-    looks = _looks(name, q, k, v, kv_seq, sinks, options)
+    looks = _looks(name, q, k, v, kv_seq, sinks, dropout_seed, options)
     ready = seq.ready.get(looks)
     if ready is None:
-        ready = seq.ready[looks] = _make_ready(name, q, k, v, seq, keys, sinks, options)
+        ready = seq.ready[looks] = _make_ready(name, q, k, v, seq, keys, sinks, dropout_seed, options)
         if len(seq.ready) > _KEPT_CALLS:
             seq.ready.popitem(last=False)
     else:
         mesh.agreement.enter(name, _sequences(seq, keys) | ready.statement)
+    seed = 0 if ready.call.dropout is None else mesh.dropout_seeds.next(dropout_seed, q.device)
     q, k, v = autocast(q, k, v)
     q, k, v = seq.without_gaps(q), keys.without_gaps(k), keys.without_gaps(v)
-    out, lse = differentiable_attention(q, k, v, sinks, mesh, ready.call)
+    out, lse = differentiable_attention(q, k, v, sinks, mesh, ready.call, seed)
     out = seq.without_gaps(out)
     return (out, lse) if options.return_lse else out
 
 
 def _looks(
-    name: str, q: Tensor, k: Tensor, v: Tensor, kv_seq: object, sinks: Tensor | None, options: Options
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_seq: object,
+    sinks: Tensor | None,
+    dropout_seed: int | None,
+    options: Options,
 ) -> object:
     """What a call on a sequence is checked for and planned from. A new object if it cannot be right."""
     given = (q, k, v) if sinks is None else (q, k, v, sinks)
     if not all(isinstance(x, Tensor) and not x.is_nested for x in given):
         return object()
     if not (kv_seq is None or isinstance(kv_seq, ShardedSequence)):
+        return object()
+    if not is_seed(dropout_seed):
         return object()
     kind, grad = q.device.type, torch.is_grad_enabled()
     tensors = tuple((x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in given)
@@ -98,6 +112,7 @@ def _make_ready(
     seq: ShardedSequence,
     keys: ShardedSequence,
     sinks: Tensor | None,
+    dropout_seed: int | None,
     options: Options,
 ) -> _Ready:
     """Check a call on this rank and with all others, and plan it. Collective."""
@@ -107,6 +122,7 @@ def _make_ready(
     try:
         check_keys(seq, keys)
         check_options(options)
+        check_seed(dropout_seed)
         masks = seq.masks(keys, causal=options.causal, window_size=options.window_size)
         check_types(q, k, v)
         q, k, v = autocast(q, k, v)
@@ -138,6 +154,7 @@ def _check_kernel(options: Options, q: Tensor, v: Tensor, masks: BlockMasks) -> 
         v.shape[-1],
         plain_mask=plain,
         softcap=options.softcap > 0,
+        dropout=options.dropout_p > 0,
     )
     local = get_kernel(name, float(options.softcap))
     if options.deterministic and not local.deterministic:
@@ -200,11 +217,13 @@ def _plan(
         key_rows=k.shape[1],
     )
     tile = tile or mesh.tile_for(shape, masks.visibility)
+    dropout = DropoutRule(options.dropout_p, masks.q_layout, masks.kv_layout) if options.dropout_p else None
     return engine.Call(
         rank=mesh.rank,
         forward=_plan_pass("forward", mesh, shape, tile, masks, kernel, q.device),
         backward=_plan_pass("backward", mesh, shape, tile, masks, kernel, q.device),
         kernel=kernel,
+        dropout=dropout,
         batch=batch,
         rows=rows,
         key_rows=k.shape[1],

@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from meshattn.dropout import DropoutRule
 from meshattn.packing import Field, Packed, Packing, Views
 from meshattn.plan.schedule import AXIS, Block, Merge, Payload, Transfer
 from meshattn.program import Program
@@ -26,6 +27,7 @@ from meshattn.transport.base import Handle
 from meshattn_kernels import AttentionKernel, Intervals
 from meshattn_kernels.contract import ACCUMULATOR_KINDS, AccumulatorKind, clear_accumulator
 from meshattn_kernels.delta import row_delta
+from meshattn_kernels.dropout import with_dropout
 from meshattn_kernels.merge import merge_partial
 
 
@@ -37,6 +39,7 @@ class Call:
     forward: Program
     backward: Program
     kernel: AttentionKernel
+    dropout: DropoutRule | None
     batch: int
     rows: int
     key_rows: int
@@ -93,7 +96,7 @@ class Call:
 
 
 def forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks.
 
@@ -102,11 +105,12 @@ def forward(
         k: [B, C_kv, H_kv, D].
         v: [B, C_kv, H_kv, D_v].
         sinks: [H], see `meshattn.sinks`.
+        seed: of dropout, if the call has any.
 
     Returns:
         out [B, C, H, D_v] in the type of q and lse [B, H, C] in the accumulator type.
     """
-    work = _Forward(call, q, k, v)
+    work = _Forward(call, q, k, v, seed)
     _execute(call.forward, work)
     return work.finish(sinks)
 
@@ -121,6 +125,7 @@ def backward(
     do: Tensor,
     dlse: Tensor | None = None,
     sinks: Tensor | None = None,
+    seed: int = 0,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of this rank's q, k, v and sinks; arguments as given to and returned by `forward`, do like
     out.
@@ -132,7 +137,7 @@ def backward(
     if dlse is not None:
         # d lse / d score = p, so that ds = p * (dp - delta + dlse); rows that see no key have no score.
         delta = delta - dlse.masked_fill(lse == -math.inf, 0.0)
-    work = _Backward(call, q, k, v, lse, do, delta)
+    work = _Backward(call, q, k, v, lse, do, delta, seed)
     _execute(call.backward, work)
     return *work.finish(), None if sinks is None else sinks_gradient(sinks, lse, delta)
 
@@ -259,8 +264,9 @@ class _Pass:
         program: Program,
         chunks: Mapping[Payload, Views],
         partials: Sequence[AccumulatorKind],
+        seed: int,
     ) -> None:
-        self._call = call
+        self._call, self._program, self._seed = call, program, seed
         self._rows, self._cols = (_Chunks(call, program, *chunk) for chunk in chunks.items())
         self._partials: dict[str, _Accumulators] = {
             kind: _Accumulators(call, program, kind) for kind in partials
@@ -280,18 +286,25 @@ class _Pass:
     def merge(self, merge: Merge) -> None:
         self._partials[merge.payload].merge(merge)
 
+    def _dropping(self, kernel: AttentionKernel, block: Block) -> AttentionKernel:
+        """The kernel with the dropout of this block, if the call has any."""
+        if self._call.dropout is None:
+            return kernel
+        queries, keys = self._program.chunks(block)
+        return with_dropout(kernel, self._call.dropout.block(self._seed, queries, keys))
+
     def compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
         raise NotImplementedError
 
 
 class _Forward(_Pass):
-    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
-        super().__init__(call, call.forward, {"q": {"q": q}, "kv": {"k": k, "v": v}}, ("out",))
+    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, seed: int) -> None:
+        super().__init__(call, call.forward, {"q": {"q": q}, "kv": {"k": k, "v": v}}, ("out",), seed)
 
     def compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
         queries, keys = self._rows.views[block.row_slot], self._cols.views[block.col_slot]
         out = self._partials["out"]
-        kernel.forward(
+        self._dropping(kernel, block).forward(
             queries["q"],
             keys["k"],
             keys["v"],
@@ -322,14 +335,16 @@ class _Backward(_Pass):
         lse: Tensor,
         do: Tensor,
         delta: Tensor,
+        seed: int,
     ) -> None:
         bundle = {"q": q, "do": do, "lse": lse, "delta": delta}
-        super().__init__(call, call.backward, {"bundle": bundle, "kv": {"k": k, "v": v}}, ("dq", "dkv"))
+        chunks: dict[Payload, Views] = {"bundle": bundle, "kv": {"k": k, "v": v}}
+        super().__init__(call, call.backward, chunks, ("dq", "dkv"), seed)
 
     def compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
         queries, keys = self._rows.views[block.row_slot], self._cols.views[block.col_slot]
         dq, dkv = self._partials["dq"], self._partials["dkv"]
-        kernel.backward(
+        self._dropping(kernel, block).backward(
             queries["q"],
             keys["k"],
             keys["v"],

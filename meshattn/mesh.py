@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from meshattn.agreement import Agreement, RankMismatchError
+from meshattn.dropout import DropoutSeeds
 from meshattn.layouts import LayoutKind
 from meshattn.plan.assignment import Assignment, Axis, Tile
 from meshattn.plan.cost import CallShape, choose_tile
@@ -94,6 +95,7 @@ class AttentionMesh:
         self.size = connection.size
         self.tile = tile
         self.agreement = agreement
+        self.dropout_seeds = DropoutSeeds(agreement)
         self.connection = connection
         self._closed = False
         self._rings: dict[tuple[Assignment, Axis], tuple[int, ...]] = {}

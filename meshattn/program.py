@@ -102,7 +102,11 @@ class Program:
         sends, receives = self.hops.sends(transfer), self.hops.receives(transfer)
         return Move(transfer, self.transports[transfer.axis], message, sends, receives)
 
-    def _block(self, block: Block) -> tuple[Block, Intervals]:
+    def chunks(self, block: Block) -> tuple[int, int]:
+        """Query and key chunk of a block."""
         queries = self.assignment.query_chunk(self.rank, block.row)
-        keys = self.assignment.key_chunk(self.rank, block.col)
+        return queries, self.assignment.key_chunk(self.rank, block.col)
+
+    def _block(self, block: Block) -> tuple[Block, Intervals]:
+        queries, keys = self.chunks(block)
         return block, self.intervals(queries, keys, block.part, block.parts)

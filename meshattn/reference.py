@@ -17,6 +17,7 @@ from torch import Tensor
 from meshattn.documents import PackedDocuments, checked_cu_seqlens, checked_integers
 from meshattn.masks import checked_window
 from meshattn_kernels.contract import accumulator_dtype
+from meshattn_kernels.dropout import Dropout
 
 
 def attention(
@@ -29,6 +30,8 @@ def attention(
     softmax_scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
     cu_seqlens_q: Sequence[int] | Tensor | None = None,
     cu_seqlens_k: Sequence[int] | Tensor | None = None,
     document_lengths_q: Sequence[int] | Tensor | None = None,
@@ -42,6 +45,7 @@ def attention(
         v: values [B, S_k, H_kv, D_v].
         softmax_scale: factor of the scores, 1 / sqrt(D) by default.
         softcap: c > 0 makes the scores c * tanh(score / c).
+        dropout_p, dropout_seed: as in ``mesh_attention``, with a seed.
         sinks: [H], one more score in every row of a head, for a key without value; in rows that see a key.
         causal, window_size, cu_seqlens_q, cu_seqlens_k, document_lengths_q, document_lengths_k: as in
             ``visible_pairs``.
@@ -80,6 +84,10 @@ def attention(
         scores = torch.cat([scores, column.masked_fill(sees_none[:, None], 0.0)], dim=-1)
     lse = scores.logsumexp(-1).masked_fill(sees_none, -math.inf)
     p = scores.softmax(-1).masked_fill(sees_none[:, None], 0.0).to(q.dtype)[..., : k.shape[1]]
+    if dropout_p:
+        dropout = Dropout(dropout_p, dropout_seed)
+        kept = dropout.kept(len(q), q.shape[2], (0, q.shape[1]), (0, k.shape[1]), q.device)
+        p = p * kept * dropout.keep_scale
     return torch.einsum("bhst,bthd->bshd", p, v), lse
 
 

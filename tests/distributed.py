@@ -74,6 +74,8 @@ class Case:
     kv_layout: LayoutKind | None = None  # of a sequence of shape.S_k keys; None attends to the same sequence
     kv_documents: Packed | None = None
     softcap: float = 0.0
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
 
     @property
     def ranks(self) -> int:
@@ -115,6 +117,8 @@ class Case:
             words.append("window{},{}".format(*self.window_size))
         if self.softcap:
             words.append(f"softcap{self.softcap:g}")
+        if self.dropout_p:
+            words.append(f"dropout{self.dropout_p:g}")
         words += [f"docs{packed}" for packed in (self.documents, self.kv_documents) if packed is not None]
         if self.kv_layout is not None:
             words.append(f"keys-{self.kv_layout}")
@@ -138,7 +142,9 @@ def inputs_of(case_shape: Shape, dtype: torch.dtype, seed: int) -> Inputs:
 @lru_cache(maxsize=64)
 def _dense(case: Case, computed: torch.dtype) -> Results:
     inputs = inputs_of(case.shape, case.dtype, case.seed)
-    options = {"softmax_scale": case.softmax_scale, "softcap": case.softcap}
+    options = {
+        name: getattr(case, name) for name in ("softmax_scale", "softcap", "dropout_p", "dropout_seed")
+    }
     return dense(inputs, computed, **options, **case.rule)
 
 
@@ -208,6 +214,8 @@ def run_case(mesh: AttentionMesh, case: Case, *, device: str = "cpu", **options:
         causal=case.causal,
         window_size=case.window_size,
         softcap=case.softcap,
+        dropout_p=case.dropout_p,
+        dropout_seed=case.dropout_seed,
         softmax_scale=case.softmax_scale,
         reduce_dtype=case.reduce_dtype,
         return_lse=True,

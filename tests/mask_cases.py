@@ -56,6 +56,8 @@ def mask_cases(draw: st.DrawFn, most_ranks: int = 6, longest: int = 33) -> Case:
         kv_layout=None if keys is None else draw(st.sampled_from(LAYOUTS)),
         kv_documents=draw(packings(keys, count)) if count and keys is not None else None,
         softcap=draw(st.sampled_from([0.0, 0.0, 0.0, 0.5, 20.0])),
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.0, 0.2, 0.7])),
+        dropout_seed=draw(st.sampled_from([0, 2**64 - 1])),
     )
 
 

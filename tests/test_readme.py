@@ -82,7 +82,8 @@ def test_the_rule_of_the_kernels() -> None:
     known = [_dotted((3, minor)) for minor in range(10) if (3, minor) >= oldest and (3, minor) < unknown]
     lines = [line for line in README.splitlines() if line.startswith("| CUDA, compute capability")]
     hopper, portable = lines
-    assert f"compute capability {_dotted(rules.HOPPER_CAPABILITY)}, triton {' or '.join(known)} |" in hopper
+    assert f"compute capability {_dotted(rules.HOPPER_CAPABILITY)}, triton {' or '.join(known)};" in hopper
+    assert "; no softcap, no dropout |" in hopper
     assert f"| multiples of {rules.HOPPER_HEAD_DIM_STEP} up to {rules.HOPPER_MAX_HEAD_DIM} |" in hopper
     assert f"compute capability {_dotted(rules.LEAST_CAPABILITY)} or more |" in portable
     assert f"| up to {rules.MAX_HEAD_DIM} |" in portable

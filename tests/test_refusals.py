@@ -235,6 +235,27 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         ValueError,
         ("softcap is not 0; kernel 'sdpa' has none", "Choose kernel='reference'"),
     ),
+    **{
+        f"dropout-{p!r}": (
+            lambda m, p=p: _attend(m, dropout_p=p),
+            ValueError,
+            (f"dropout_p is {p!r}", "from 0.0 for none and below 1.0"),
+        )
+        for p in (-0.1, 1.0, float("nan"), True, "0.1")
+    },
+    **{
+        f"dropout-seed-{seed!r}": (
+            lambda m, seed=seed: _attend(m, dropout_p=0.1, dropout_seed=seed),
+            ValueError,
+            (f"dropout_seed is {seed!r}", "from 0 to 2**64 - 1"),
+        )
+        for seed in (-1, 2**64, 0.5, True)
+    },
+    "dropout-of-a-kernel-without": (
+        lambda m: _attend(m, dropout_p=0.1, dropout_seed=0, kernel="sdpa", deterministic=False),
+        ValueError,
+        ("dropout_p is not 0; kernel 'sdpa' has no dropout", "Choose kernel='reference'"),
+    ),
     "kv-seq": (
         lambda m: _attend(m, kv_seq=4),
         ValueError,
@@ -534,7 +555,7 @@ def test_ring_attention_refuses_the_same() -> None:
 
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
-@pytest.mark.parametrize("name", ["dropout_p", "windowsize"])
+@pytest.mark.parametrize("name", ["attn_mask", "windowsize"])
 def test_an_unknown_option_of_one_rank_is_everybodys(name: str, backend: Backend) -> None:
     def on_rank(group: Any) -> str:
         mesh = ma.init_attention_mesh(group, timeout=5.0)

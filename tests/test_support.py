@@ -31,7 +31,6 @@ MASKS: dict[str, tuple[tuple[LayoutKind, ...], int, MaskRule]] = {
 OUTSIDE_KERNELS = ("`sinks`, and its gradient",)
 # An argument that no kernel honours -> what happens.
 REFUSED: dict[str, dict[str, Any]] = {
-    "dropout": {"dropout_p": 0.1},
     "ALiBi, bias, arbitrary masks": {"attn_mask": torch.ones(4, 4)},
 }
 
@@ -51,13 +50,16 @@ def matrix() -> list[str]:
     """A column for all kernels that answer alike."""
     columns: dict[tuple[bool, ...], list[str]] = {}
     for kernel in RULES:
-        capped = RULES[kernel](Request(H100, torch.bfloat16, 128, 128, softcap=True)) is None
+        capped, dropping = (
+            RULES[kernel](Request(H100, torch.bfloat16, 128, 128, **{option: True})) is None
+            for option in ("softcap", "dropout")
+        )
         through_lse = kernel not in WITHOUT_LSE_GRADIENT
-        answers = (*(served(kernel, *mask) for mask in MASKS.values()), capped, through_lse)
+        answers = (*(served(kernel, *mask) for mask in MASKS.values()), capped, dropping, through_lse)
         columns.setdefault(answers, []).append(f"`{kernel}`")
     names = ["", *(", ".join(kernels) for kernels in columns.values())]
     lines = [names, ["---"] * len(names)]
-    for number, mask in enumerate((*MASKS, "`softcap`", "gradients through `lse`")):
+    for number, mask in enumerate((*MASKS, "`softcap`", "`dropout_p`", "gradients through `lse`")):
         lines.append([mask, *("yes" if answers[number] else "refused" for answers in columns)])
     lines += [[option, *["yes"] * len(columns)] for option in OUTSIDE_KERNELS]
     lines += [[option, *["refused"] * len(columns)] for option in REFUSED]

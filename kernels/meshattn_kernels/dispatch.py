@@ -17,16 +17,20 @@ def _hopper() -> AttentionKernel:
     return hopper_kernel()
 
 
-def _triton() -> AttentionKernel:
+def _triton(softcap: float = 0.0) -> AttentionKernel:
     from meshattn_kernels.portable.kernel import TritonKernel
 
-    return TritonKernel()
+    return TritonKernel(softcap=softcap)
 
 
-def _triton_dash() -> AttentionKernel:
+def _triton_dash(softcap: float = 0.0) -> AttentionKernel:
     from meshattn_kernels.portable.kernel import TritonDashKernel
 
-    return TritonDashKernel()
+    return TritonDashKernel(softcap=softcap)
+
+
+def _reference(softcap: float = 0.0) -> AttentionKernel:
+    return ReferenceKernel(softcap=softcap)
 
 
 def _sdpa() -> AttentionKernel:
@@ -47,8 +51,8 @@ def _fa4() -> AttentionKernel:
     return Fa4Kernel()
 
 
-_KERNELS: dict[str, Callable[[], AttentionKernel]] = {
-    "reference": ReferenceKernel,
+_KERNELS: dict[str, Callable[..., AttentionKernel]] = {
+    "reference": _reference,
     "hopper": _hopper,
     "triton": _triton,
     "triton-dash": _triton_dash,
@@ -56,6 +60,9 @@ _KERNELS: dict[str, Callable[[], AttentionKernel]] = {
     "cudnn": _cudnn,
     "fa4": _fa4,
 }
+
+
+_WITH_SOFTCAP = ("reference", "triton", "triton-dash")
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -72,9 +79,9 @@ def get_kernel(name: str, softcap: float = 0.0) -> AttentionKernel:
         raise ValueError(f"kernel is {name!r}; choose one of {', '.join(_KERNELS)}")
     if not softcap:
         return _KERNELS[name]()
-    if name != "reference":
+    if name not in _WITH_SOFTCAP:
         raise ValueError(f"softcap is {softcap}; kernel {name!r} has none")
-    return ReferenceKernel(softcap=softcap)
+    return _KERNELS[name](softcap)
 
 
 def choose_kernel(
@@ -86,15 +93,17 @@ def choose_kernel(
     *,
     plain_mask: bool = True,
     softcap: bool = False,
+    dropout: bool = False,
 ) -> str:
     """Name of the kernel that runs on tensors of this device, type and head sizes (q and k; v).
 
     Args:
         name: a kernel that must be taken or refused; None chooses by the rule of ``meshattn_kernels.rules``.
         plain_mask: whether the mask of every block is full or causal, as a band.
-        softcap: whether scores are bounded by a softcap.
+        softcap, dropout: whether scores are bounded by a softcap, and probabilities dropped.
 
     Raises:
         ValueError: no kernel serves that, or the named one does not; the message says which would.
     """
-    return choose(name, Request(Platform.of(device), dtype, head_dim, head_dim_v, plain_mask, softcap))
+    platform = Platform.of(device)
+    return choose(name, Request(platform, dtype, head_dim, head_dim_v, plain_mask, softcap, dropout))

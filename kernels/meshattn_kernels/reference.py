@@ -4,8 +4,8 @@ Follows FlashAttention-2 (arXiv 2307.08691): an online softmax over key blocks t
 accumulator, and a backward that recomputes p = exp(s - lse). With s = scale * q k^T, p = exp(s - lse) and ds
 = p * (do v^T - delta): dv = p^T do, dk = scale * ds^T q, dq = scale * ds k. All arithmetic is in the
 accumulator type. With a softcap c the scores are c * tanh(scale * q k^T / c), and ds is times the slope of
-that, 1 - tanh^2. Temporaries are as large as a block of rows times a block of keys, never rows times
-sequence.
+that, 1 - tanh^2. For dropout see ``meshattn_kernels.dropout``. Temporaries are as large as a block of rows
+times a block of keys, never rows times sequence.
 
 Shapes inside: e = B * H_kv, and the g = H / H_kv query heads of a key/value head lie one after the other
 along the rows of one matrix, so that grouped heads need no copy of k and v, and their gradients need no sum
@@ -24,17 +24,19 @@ from einops import rearrange
 from torch import Tensor
 
 from meshattn_kernels.contract import AccumulatorKind, ChunkSizes, Shapes, clear_accumulator, heads_first
+from meshattn_kernels.dropout import Dropout
 from meshattn_kernels.intervals import Intervals, RowBlock
 
 
 @dataclass(frozen=True)
 class ReferenceKernel:
     """See ``AttentionKernel`` for the methods. ``block_q`` and ``block_k`` are the rows and keys of a block,
-    ``softcap`` bounds the scores (0: no bound)."""
+    ``softcap`` bounds the scores (0: no bound), ``dropout`` is that of the pair of chunks."""
 
     block_q: int = 128
     block_k: int = 256
     softcap: float = 0.0
+    dropout: Dropout | None = None
 
     name: ClassVar[str] = "reference"
     deterministic: ClassVar[bool] = True
@@ -90,7 +92,9 @@ class ReferenceKernel:
                     p = scores.sub_(pivot).exp_()
                     rescale = (row_max - pivot).exp_()
                     row_sum = row_sum * rescale + p.sum(-1, keepdim=True)
-                    weighted = torch.baddbmm(weighted * rescale, p, v_et[:, t0:t1])
+                    keep = self._keep(q, kv_heads, r0, r1, t0, t1, out.dtype)
+                    kept = p if keep is None else p.mul_(keep)
+                    weighted = torch.baddbmm(weighted * rescale, kept, v_et[:, t0:t1])
                     row_max = new_max
                 # A row that has seen no key keeps out 0 and gets lse = -inf + log(0) = -inf.
                 weighted = weighted / row_sum.masked_fill(row_sum == 0, 1.0)
@@ -136,8 +140,10 @@ class ReferenceKernel:
                     scores, slope = self._capped(scaled_q_er @ k_et[:, t0:t1].mT)
                     scores = mask.hide(scores, r0, r1, rows, t0, t1)
                     p = scores.sub_(lse_er).exp_()
-                    dv_et[:, t0:t1].baddbmm_(p.mT, do_er)
-                    ds = (do_er @ v_et[:, t0:t1].mT).sub_(delta_er).mul_(p)
+                    dp = do_er @ v_et[:, t0:t1].mT
+                    keep = self._keep(q, kv_heads, r0, r1, t0, t1, dtype)
+                    dv_et[:, t0:t1].baddbmm_((p if keep is None else p * keep).mT, do_er)
+                    ds = (dp if keep is None else dp.mul_(keep)).sub_(delta_er).mul_(p)
                     if slope is not None:
                         ds.mul_(slope)
                     dk_et[:, t0:t1].baddbmm_(ds.mT, q_er)
@@ -150,6 +156,15 @@ class ReferenceKernel:
             return scores, None
         bounded = scores.div_(self.softcap).tanh_()
         return bounded * self.softcap, 1 - bounded.square_()
+
+    def _keep(
+        self, q: Tensor, kv_heads: int, r0: int, r1: int, t0: int, t1: int, dtype: torch.dtype
+    ) -> Tensor | None:
+        """What dropout multiplies the probabilities [e, g * R, T] of a block with: 0 or 1 / (1 - p)."""
+        if self.dropout is None:
+            return None
+        kept = self.dropout.kept(len(q), q.shape[2], (r0, r1), (t0, t1), q.device)
+        return kept.view(len(q) * kv_heads, -1, t1 - t0).to(dtype).mul_(self.dropout.keep_scale)
 
     def _row_blocks(self, intervals: Intervals) -> Iterator[tuple[int, int, RowBlock]]:
         """The blocks of rows that see any key."""

@@ -2,7 +2,7 @@
 
     CPU, and float64 on any device                                                   reference
     CUDA, compute capability 9.0, bfloat16 and float16, triton 3.6 or 3.7,
-        head sizes that are multiples of 16 up to 128                                hopper
+        head sizes that are multiples of 16 up to 128, no softcap, no dropout        hopper
     CUDA, any other compute capability from 8.0 on, type (float32 too), head size
         up to 256 and version of triton                                              triton
     anything else                                                                    an error
@@ -74,8 +74,8 @@ class Platform:
 @dataclass(frozen=True)
 class Request:
     """What a kernel is asked for: where, the type and head sizes (of q and k; of v) of the inputs, and
-    whether the mask of every block is a band without a left edge (full or causal), and whether scores are
-    bounded by a softcap."""
+    whether the mask of every block is a band without a left edge (full or causal), whether scores are bounded
+    by a softcap, and whether there is dropout."""
 
     platform: Platform
     dtype: torch.dtype
@@ -83,6 +83,7 @@ class Request:
     head_dim_v: int
     plain_mask: bool = True
     softcap: bool = False
+    dropout: bool = False
 
     @property
     def place(self) -> str:
@@ -168,23 +169,28 @@ def fa4_refusal(request: Request) -> Refusal:
     return _peer_refusal("fa4", "flash-attn-4", request.platform.fa4, request)
 
 
-def _uncapped(name: str, rule: Callable[[Request], Refusal]) -> Callable[[Request], Refusal]:
-    """The rule of a kernel that has no softcap."""
+def _plain_scores(name: str, rule: Callable[[Request], Refusal]) -> Callable[[Request], Refusal]:
+    """The rule of a kernel that has neither softcap nor dropout."""
 
     def refusal(request: Request) -> Refusal:
-        return rule(request) or (f"softcap is not 0; kernel {name!r} has none" if request.softcap else None)
+        refused = rule(request)
+        if refused is None and request.softcap:
+            return f"softcap is not 0; kernel {name!r} has none"
+        if refused is None and request.dropout:
+            return f"dropout_p is not 0; kernel {name!r} has no dropout"
+        return refused
 
     return refusal
 
 
 RULES: dict[str, Callable[[Request], Refusal]] = {
     "reference": reference_refusal,
-    "hopper": _uncapped("hopper", hopper_refusal),
-    "triton": _uncapped("triton", triton_refusal("triton")),
-    "triton-dash": _uncapped("triton-dash", triton_refusal("triton-dash")),
-    "sdpa": _uncapped("sdpa", sdpa_refusal),
-    "cudnn": _uncapped("cudnn", cudnn_refusal),
-    "fa4": _uncapped("fa4", fa4_refusal),
+    "hopper": _plain_scores("hopper", hopper_refusal),
+    "triton": triton_refusal("triton"),
+    "triton-dash": triton_refusal("triton-dash"),
+    "sdpa": _plain_scores("sdpa", sdpa_refusal),
+    "cudnn": _plain_scores("cudnn", cudnn_refusal),
+    "fa4": _plain_scores("fa4", fa4_refusal),
 }
 """By the name of the kernel: why it does not serve a request, None if it does."""
 

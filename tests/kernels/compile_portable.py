@@ -60,11 +60,14 @@ class Variant:
     head_dim_v: int
     band: bool
     first: bool
+    softcap: bool = False
+    dropout: bool = False
 
     def __str__(self) -> str:
         return (
             f"{self.which} {TYPES[self.dtype]} D{self.head_dim} D_v{self.head_dim_v} "
             f"{'band' if self.band else 'arrays'} {'first' if self.first else 'merge'}"
+            f"{' softcap' if self.softcap else ''}{' dropout' if self.dropout else ''}"
         )
 
 
@@ -92,7 +95,8 @@ class Result:
 
 
 def max_spilled_bytes(target: int, variant: Variant) -> int:
-    """64, with two exceptions for head sizes above 128 in 16 bits on sm_90.
+    """64; 256 with dropout, whose random numbers cost far more; and two exceptions for head sizes above 128
+    in 16 bits on sm_90.
 
     Before its loop the forward that merges loads the sum of earlier blocks, half of all registers: it spills
     there, not in the loop, and tiles that do not reach 60 percent of the speed. dk and dv fill half of all
@@ -103,7 +107,7 @@ def max_spilled_bytes(target: int, variant: Variant) -> int:
         return 448
     if target == 90 and large and variant.which == "dkdv":
         return 128
-    return MAX_SPILLED_BYTES
+    return 256 if variant.dropout else MAX_SPILLED_BYTES
 
 
 def covering_set(target: int) -> Iterator[Variant]:
@@ -118,6 +122,10 @@ def covering_set(target: int) -> Iterator[Variant]:
     variants += [Variant(which, single, 64, 64, band=True, first=which != "dq") for which in KERNELS]
     variants += [Variant("forward", torch.float16, 40, 24, band=True, first=False)]
     variants += [Variant("dkdv", torch.float16, 192, 128, band=True, first=True)]
+    variants += [
+        Variant(which, half, 128, 128, band=True, first=True, softcap=n != 2, dropout=n != 1)
+        for n, which in enumerate(KERNELS)
+    ]
     for n, variant in enumerate(variants):
         # One target further in every round, or some targets would see one head size only.
         if TARGETS[(n + n // len(TARGETS)) % len(TARGETS)] == target:
@@ -132,12 +140,16 @@ def all_variants() -> Iterator[Variant]:
             continue
         for band, first in itertools.product((True, False), repeat=2):
             yield Variant(which, dtype, head_dim, head_dim_v, band, first)
+        for softcap, dropout in ((True, False), (False, True), (True, True)):
+            yield Variant(which, dtype, head_dim, head_dim_v, True, True, softcap, dropout)
 
 
 def compile_variant(variant: Variant, target: int, tiles: launch.Tiling | None = None) -> Result:
     pad, pad_v = launch.padded(variant.head_dim), launch.padded(variant.head_dim_v)
     capability = divmod(target, 10)
     tiles = tiles or launch.tiling(variant.which, max(pad, pad_v), variant.dtype, capability)
+    if variant.dropout:
+        tiles = launch.with_registers(tiles)
     constants = {
         **{f"{x}_STRIDE": HEADS * variant.head_dim for x in ("Q", "K")},
         **{f"{x}_STRIDE": HEADS * variant.head_dim_v for x in ("V", "DO")},
@@ -149,6 +161,8 @@ def compile_variant(variant: Variant, target: int, tiles: launch.Tiling | None =
         "KV_TILE": tiles.kv_tile,
         "STAGES": tiles.stages,
         "SINGLE": variant.dtype == torch.float32,
+        "SOFTCAP": variant.softcap,
+        "DROPOUT": variant.dropout,
         "BAND": variant.band,
         "FIRST": variant.first,
         "FIRST_DQ": variant.first,
@@ -162,9 +176,11 @@ def compile_variant(variant: Variant, target: int, tiles: launch.Tiling | None =
 
 
 def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, target: int) -> Result:
-    """Arguments not in ``types``: tables are *i32, other pointers *fp32, scale is fp32, the rest i32."""
+    """Arguments not in ``types``: tables are *i32, other pointers *fp32, scales fp32, the rest i32."""
     tables = ("start", "end", "worker_start", "tasks", "steps", "counters", "tiles")
-    defaults = {"scale": "fp32"} | {f"{name}_ptr": "*i32" for name in tables}
+    defaults = dict.fromkeys(("scale", "cap_scale", "keep_scale"), "fp32") | {
+        f"{name}_ptr": "*i32" for name in tables
+    }
     signature = {
         name: "constexpr"
         if name in constants

@@ -30,9 +30,13 @@ PLATFORMS = [
     Platform("cuda", (9, 0), (3, 6), interpreted=True),
 ]
 REQUESTS = [
-    Request(platform, dtype, D, D_v, plain_mask, softcap)
-    for platform, dtype, (D, D_v), plain_mask, softcap in product(
-        PLATFORMS, TYPES, [(D, D) for D in HEAD_DIMS] + UNEQUAL, (True, False), (False, True)
+    Request(platform, dtype, D, D_v, plain_mask, softcap, dropout)
+    for platform, dtype, (D, D_v), plain_mask, (softcap, dropout) in product(
+        PLATFORMS,
+        TYPES,
+        [(D, D) for D in HEAD_DIMS] + UNEQUAL,
+        (True, False),
+        [(False, False), (True, False), (False, True)],
     )
 ]
 
@@ -42,13 +46,12 @@ def documented(request: Request) -> str | None:
     platform, sizes = request.platform, (request.head_dim, request.head_dim_v)
     if platform.device == "cpu" or request.dtype == torch.float64:
         return "reference"
-    if request.softcap:
-        return None
     if platform.interpreted:
         return "triton" if max(sizes) <= 256 else None
     if platform.device != "cuda" or platform.triton is None or platform.capability < (8, 0):  # type: ignore[operator]
         return None
     hopper = platform.capability == (9, 0) and request.dtype in HALF and platform.triton in ((3, 6), (3, 7))
+    hopper = hopper and not request.softcap and not request.dropout
     if hopper and all(size % 16 == 0 and size <= 128 for size in sizes):
         return "hopper"
     return "triton" if max(sizes) <= 256 else None

@@ -33,6 +33,7 @@ CASES = [
         kv_layout="striped",
         kv_documents=Packed((0, 7, 20, 25)),
     ),
+    Case(Tile(2, 1), SHAPE, "zigzag", dtype=torch.float32, softcap=2.0, dropout_p=0.3, dropout_seed=2**63),
 ]
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from meshattn_kernels.portable.backward_step import MASKED_IF_NEEDED, add_to_dkdv
+from meshattn_kernels.portable.scores import SCORE_NUMBERS, pack_dropout
 from meshattn_kernels.portable.tiles import add_tile, load_tile, product, to_base
 from meshattn_kernels.portable.turns import begin_turn, end_turn
 
@@ -19,7 +20,7 @@ from meshattn_kernels.portable.turns import begin_turn, end_turn
 @triton.jit(
     do_not_specialize=[
         *("lo", "hi", "n_q", "n_k", "rows", "keys", "heads", "kv_heads", "batch_heads", "query_tiles"),
-        *("kv_tiles", "scale"),
+        *("kv_tiles", "scale", *SCORE_NUMBERS),
     ]
 )
 def dash_kernel(
@@ -50,6 +51,20 @@ def dash_kernel(
     query_tiles,
     kv_tiles,
     scale,
+    cap_scale,
+    seed_low,
+    seed_high,
+    threshold,
+    keep_scale,
+    first_head,
+    q_offset,
+    q_step,
+    q_split,
+    q_jump,
+    k_offset,
+    k_step,
+    k_split,
+    k_jump,
     q_stride_b,
     q_stride_h,
     k_stride_b,
@@ -70,6 +85,8 @@ def dash_kernel(
     KV_TILE: tl.constexpr,
     STAGES: tl.constexpr,
     SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     BAND: tl.constexpr,
     FIRST_DQ: tl.constexpr,
     FIRST_DKV: tl.constexpr,
@@ -108,6 +125,10 @@ def dash_kernel(
         row_term = tl.cast(batch_head, tl.int64) * rows
         dq_head_ptr = dq_ptr + (batch * rows * heads + head) * D
         head_counters_ptr = counters_ptr + batch_head * query_tiles
+        dropout = pack_dropout(
+            seed_low, seed_high, threshold, keep_scale, batch, head, first_head,
+            q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
+        )  # fmt: skip
 
         for step in tl.range(first_step, first_step + num_steps, num_stages=STAGES, disable_licm=True):
             entry = tl.load(steps_ptr + step)
@@ -116,8 +137,9 @@ def dash_kernel(
             r0 = query_tile * Q_TILE
             dk, dv, ds = add_to_dkdv(
                 dk, dv, k, v, q_head_ptr, do_head_ptr, exponent_ptr + row_term, delta_ptr + row_term, r0, t0,
-                start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale, Q_STRIDE, DO_STRIDE, D, D_V,
-                PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, BAND, MASKED_IF_NEEDED,
+                start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale, cap_scale, dropout, Q_STRIDE, DO_STRIDE,
+                D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP, DROPOUT, BAND,
+                MASKED_IF_NEEDED,
             )  # fmt: skip
             dq = product(ds.T, k, None, SINGLE)  # [Q_TILE, PADDED_D]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from meshattn_kernels.portable.scores import drop, tanh
 from meshattn_kernels.portable.tiles import (
     load_rows,
     load_tile,
@@ -44,6 +45,8 @@ def add_to_dkdv(
     n_q,
     n_k,
     exponent_scale,
+    cap_scale,
+    dropout,
     Q_STRIDE: tl.constexpr,
     DO_STRIDE: tl.constexpr,
     D: tl.constexpr,
@@ -53,6 +56,8 @@ def add_to_dkdv(
     Q_TILE: tl.constexpr,
     KV_TILE: tl.constexpr,
     SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     BAND: tl.constexpr,
     MASK: tl.constexpr,
 ):
@@ -67,6 +72,8 @@ def add_to_dkdv(
     do = load_tile(do_ptr, r0, n_q, DO_STRIDE, Q_TILE, D_V, PADDED_D_V, WHOLE)
     # Before p, so that this product runs beside the exponentials.
     dp = product(v, do.T, None, SINGLE)
+    if SOFTCAP:
+        scores = tanh(scores * cap_scale, SINGLE)
     # Only now, so that exponent and delta take no registers beside all others.
     exponent = load_rows(exponent_ptr, r0, n_q, Q_TILE, WHOLE)
     p = power(scores * exponent_scale - exponent[None, :], SINGLE)
@@ -77,7 +84,17 @@ def add_to_dkdv(
         if needed:
             p = tl.where(sees(r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND), p, 0.0)
     delta = load_rows(delta_ptr, r0, n_q, Q_TILE, WHOLE)
-    dv = product(p.to(do.dtype), do, dv, SINGLE)
-    ds = (p * (dp - delta[None, :])).to(q.dtype)
+    kept = p
+    if DROPOUT:
+        row = (r0 + tl.arange(0, Q_TILE))[None, :]
+        key = (t0 + tl.arange(0, KV_TILE))[:, None]
+        factor = drop(1.0, row, key, dropout)
+        kept = p * factor
+        dp *= factor
+    dv = product(kept.to(do.dtype), do, dv, SINGLE)
+    ds = p * (dp - delta[None, :])
+    if SOFTCAP:
+        ds *= 1.0 - scores * scores
+    ds = ds.to(q.dtype)
     dk = product(ds, q, dk, SINGLE)
     return dk, dv, ds

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from meshattn_kernels.portable.backward_step import MASKED, UNMASKED, add_to_dkdv
+from meshattn_kernels.portable.scores import SCORE_NUMBERS, drop, pack_dropout, tanh
 from meshattn_kernels.portable.tiles import (
     add_tile,
     load_rows,
@@ -39,6 +40,7 @@ from meshattn_kernels.portable.tiles import (
         "part_heads",
         "part_stride",
         "scale",
+        *SCORE_NUMBERS,
     ]
 )
 def dkdv_kernel(
@@ -62,6 +64,20 @@ def dkdv_kernel(
     part_heads,  # of which a program sums so many, in order
     part_stride,  # elements between the dk (and dv) of two parts
     scale,
+    cap_scale,
+    seed_low,
+    seed_high,
+    threshold,
+    keep_scale,
+    first_head,
+    q_offset,
+    q_step,
+    q_split,
+    q_jump,
+    k_offset,
+    k_step,
+    k_split,
+    k_jump,
     q_stride_b,
     q_stride_h,
     k_stride_b,
@@ -82,6 +98,8 @@ def dkdv_kernel(
     KV_TILE: tl.constexpr,
     STAGES: tl.constexpr,
     SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     BAND: tl.constexpr,
     FIRST: tl.constexpr,
 ):
@@ -113,21 +131,30 @@ def dkdv_kernel(
         masked = full - first + end - full_end
         for step in tl.range(0, masked * part_heads, num_stages=STAGES, disable_licm=True):
             n = tl.cast(step // masked, tl.int64)
+            dropout = pack_dropout(
+                seed_low, seed_high, threshold, keep_scale, batch, head + n, first_head,
+                q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
+            )  # fmt: skip
             r0 = masked_tile(step % masked, first, full, full_end) * Q_TILE
             dk, dv, _ds = add_to_dkdv(
                 dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, exponent_ptr + n * rows,
                 delta_ptr + n * rows, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale,
-                Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, BAND, MASKED,
+                cap_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE,
+                SINGLE, SOFTCAP, DROPOUT, BAND, MASKED,
             )  # fmt: skip
         whole = full_end - full
         for step in tl.range(0, whole * part_heads, num_stages=STAGES, disable_licm=True):
             n = tl.cast(step // whole, tl.int64)
+            dropout = pack_dropout(
+                seed_low, seed_high, threshold, keep_scale, batch, head + n, first_head,
+                q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
+            )  # fmt: skip
             r0 = (full + step % whole) * Q_TILE
             dk, dv, _ds = add_to_dkdv(
                 dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, exponent_ptr + n * rows,
                 delta_ptr + n * rows, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale,
-                Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, BAND,
-                UNMASKED,
+                cap_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE,
+                SINGLE, SOFTCAP, DROPOUT, BAND, UNMASKED,
             )  # fmt: skip
 
     row = batch * keys * kv_heads + kv_head
@@ -137,7 +164,7 @@ def dkdv_kernel(
     add_tile(dv_ptr, dv, t0, keys, kv_heads * D_V, FIRST, KV_TILE, D_V, PADDED_D_V)
 
 
-@triton.jit(do_not_specialize=["lo", "hi", "n_q", "n_k", "rows", "group", "scale"])
+@triton.jit(do_not_specialize=["lo", "hi", "n_q", "n_k", "rows", "group", "scale", *SCORE_NUMBERS])
 def dq_kernel(
     q_ptr,  # [B, C_q, H, D]
     k_ptr,  # [B, C_k, H_kv, D]
@@ -155,6 +182,20 @@ def dq_kernel(
     rows,
     group,
     scale,
+    cap_scale,
+    seed_low,
+    seed_high,
+    threshold,
+    keep_scale,
+    first_head,
+    q_offset,
+    q_step,
+    q_split,
+    q_jump,
+    k_offset,
+    k_step,
+    k_split,
+    k_jump,
     q_stride_b,
     q_stride_h,
     k_stride_b,
@@ -175,6 +216,8 @@ def dq_kernel(
     KV_TILE: tl.constexpr,
     STAGES: tl.constexpr,
     SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     BAND: tl.constexpr,
     FIRST: tl.constexpr,
 ):
@@ -189,12 +232,16 @@ def dq_kernel(
     dq = tl.zeros((Q_TILE, PADDED_D), tl.float32)
     if first < end:
         exponent_scale = to_base(scale, SINGLE)
-        row = r0 + tl.minimum(tl.arange(0, Q_TILE), n_q - 1 - r0)
-        start, stop = row_bounds(row, start_ptr, end_ptr, lo, hi, n_k, BAND)
+        dropout = pack_dropout(
+            seed_low, seed_high, threshold, keep_scale, batch, head, first_head,
+            q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
+        )  # fmt: skip
+        row = r0 + tl.arange(0, Q_TILE)
+        start, stop = row_bounds(tl.minimum(row, n_q - 1), start_ptr, end_ptr, lo, hi, n_k, BAND)
         term = (batch * heads + head) * rows
         exponent = load_rows(exponent_ptr + term, r0, n_q, Q_TILE)
         # Padding repeats the last real row: this makes its p 0.
-        exponent = tl.where(r0 + tl.arange(0, Q_TILE) < n_q, exponent, float("inf"))
+        exponent = tl.where(row < n_q, exponent, float("inf"))
         delta = load_rows(delta_ptr + term, r0, n_q, Q_TILE)
         q_ptr += batch * q_stride_b + head * q_stride_h
         do_ptr += batch * do_stride_b + head * do_stride_h
@@ -204,14 +251,16 @@ def dq_kernel(
         do = load_tile(do_ptr, r0, n_q, DO_STRIDE, Q_TILE, D_V, PADDED_D_V)
         for tile in tl.range(full, full_end, num_stages=STAGES, disable_licm=True):
             dq = add_to_dq(
-                dq, q, do, exponent, delta, k_ptr, v_ptr, tile * KV_TILE, start, stop, n_k, exponent_scale,
-                K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, False,
+                dq, q, do, exponent, delta, k_ptr, v_ptr, row, tile * KV_TILE, start, stop, n_k,
+                exponent_scale, cap_scale, dropout,
+                K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, SOFTCAP, DROPOUT, False,
             )  # fmt: skip
         for n in tl.range(0, full - first + end - full_end, num_stages=STAGES, disable_licm=True):
             t0 = masked_tile(n, first, full, full_end) * KV_TILE
             dq = add_to_dq(
-                dq, q, do, exponent, delta, k_ptr, v_ptr, t0, start, stop, n_k, exponent_scale,
-                K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, True,
+                dq, q, do, exponent, delta, k_ptr, v_ptr, row, t0, start, stop, n_k,
+                exponent_scale, cap_scale, dropout,
+                K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, SOFTCAP, DROPOUT, True,
             )  # fmt: skip
 
     dq_ptr += (batch * rows * heads + head) * D
@@ -227,11 +276,14 @@ def add_to_dq(
     delta,
     k_ptr,
     v_ptr,
+    row,
     t0,
     start,
     stop,
     n_k,
     exponent_scale,
+    cap_scale,
+    dropout,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
     D: tl.constexpr,
@@ -240,6 +292,8 @@ def add_to_dq(
     PADDED_D_V: tl.constexpr,
     KV_TILE: tl.constexpr,
     SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """dq of a query tile with what the keys from t0 on add; start and stop bound the keys that a row sees."""
@@ -247,9 +301,15 @@ def add_to_dq(
     scores = product(q, k.T, None, SINGLE)  # [Q_TILE, KV_TILE]
     v = load_tile(v_ptr, t0, n_k, V_STRIDE, KV_TILE, D_V, PADDED_D_V, not MASKED)
     dp = product(do, v.T, None, SINGLE)
+    if SOFTCAP:
+        scores = tanh(scores * cap_scale, SINGLE)
     p = power(scores * exponent_scale - exponent[:, None], SINGLE)
+    key = t0 + tl.arange(0, KV_TILE)
     if MASKED:
-        key = t0 + tl.arange(0, KV_TILE)
         p = tl.where((key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None]), p, 0.0)
+    if DROPOUT:
+        dp = drop(dp, row[:, None], key[None, :], dropout)
     ds = p * (dp - delta[:, None])
+    if SOFTCAP:
+        ds *= 1.0 - scores * scores
     return product(ds.to(k.dtype), k, dq, SINGLE)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from meshattn_kernels.portable.scores import SCORE_NUMBERS, drop, pack_dropout, tanh
 from meshattn_kernels.portable.tiles import (
     from_base,
     load_tile,
@@ -24,7 +25,7 @@ from meshattn_kernels.portable.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["lo", "hi", "n_q", "n_k", "rows", "group", "scale"])
+@triton.jit(do_not_specialize=["lo", "hi", "n_q", "n_k", "rows", "group", "scale", *SCORE_NUMBERS])
 def forward_kernel(
     q_ptr,  # [B, C_q, H, D]
     k_ptr,  # [B, C_k, H_kv, D]
@@ -40,6 +41,20 @@ def forward_kernel(
     rows,
     group,
     scale,
+    cap_scale,
+    seed_low,
+    seed_high,
+    threshold,
+    keep_scale,
+    first_head,
+    q_offset,
+    q_step,
+    q_split,
+    q_jump,
+    k_offset,
+    k_step,
+    k_split,
+    k_jump,
     q_stride_b,
     q_stride_h,
     k_stride_b,
@@ -57,6 +72,8 @@ def forward_kernel(
     KV_TILE: tl.constexpr,
     STAGES: tl.constexpr,
     SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     BAND: tl.constexpr,
     FIRST: tl.constexpr,
 ):
@@ -94,17 +111,23 @@ def forward_kernel(
         acc = tl.load(out_ptrs, mask=stored[:, None] & (dim < D_V)[None, :], other=0.0)
     if first < end:
         exponent_scale = to_base(scale, SINGLE)
+        dropout = pack_dropout(
+            seed_low, seed_high, threshold, keep_scale, batch, head, first_head,
+            q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
+        )  # fmt: skip
         q = load_tile(q_ptr, r0, n_q, Q_STRIDE, Q_TILE, D, PADDED_D)
         for tile in tl.range(full, full_end, num_stages=STAGES, disable_licm=True):
             acc, maximum, total = attend(
-                acc, maximum, total, q, k_ptr, v_ptr, tile * KV_TILE, start, stop, n_k, exponent_scale,
-                K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, False,
+                acc, maximum, total, q, k_ptr, v_ptr, row, tile * KV_TILE, start, stop, n_k, exponent_scale,
+                cap_scale, dropout,
+                K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, SOFTCAP, DROPOUT, False,
             )  # fmt: skip
         for n in tl.range(0, full - first + end - full_end, num_stages=STAGES, disable_licm=True):
             t0 = masked_tile(n, first, full, full_end) * KV_TILE
             acc, maximum, total = attend(
-                acc, maximum, total, q, k_ptr, v_ptr, t0, start, stop, n_k, exponent_scale,
-                K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, True,
+                acc, maximum, total, q, k_ptr, v_ptr, row, t0, start, stop, n_k, exponent_scale,
+                cap_scale, dropout,
+                K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, SOFTCAP, DROPOUT, True,
             )  # fmt: skip
 
     # A row of -inf scores alone has a total of 0, as has one that saw no key, and both get lse -inf.
@@ -124,11 +147,14 @@ def attend(
     q,
     k_ptr,
     v_ptr,
+    row,
     t0,
     start,
     stop,
     n_k,
     exponent_scale,
+    cap_scale,
+    dropout,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
     D: tl.constexpr,
@@ -137,19 +163,25 @@ def attend(
     PADDED_D_V: tl.constexpr,
     KV_TILE: tl.constexpr,
     SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One step of the online softmax over the keys from t0 on; start and stop bound the keys of a row."""
     k = load_tile(k_ptr, t0, n_k, K_STRIDE, KV_TILE, D, PADDED_D, not MASKED)
     scores = product(q, k.T, None, SINGLE)  # [Q_TILE, KV_TILE]
+    if SOFTCAP:
+        scores = tanh(scores * cap_scale, SINGLE)
+    key = t0 + tl.arange(0, KV_TILE)
     if MASKED:
-        key = t0 + tl.arange(0, KV_TILE)
         visible = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])
         scores = tl.where(visible, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1) * exponent_scale)
     p = power(scores * exponent_scale - new_maximum[:, None], SINGLE)
     rescale = power(maximum - new_maximum, SINGLE)
     total = total * rescale + tl.sum(p, 1)
+    if DROPOUT:
+        p = drop(p, row[:, None], key[None, :], dropout)
     v = load_tile(v_ptr, t0, n_k, V_STRIDE, KV_TILE, D_V, PADDED_D_V, not MASKED)
     acc = product(p.to(v.dtype), v, acc * rescale[:, None], SINGLE)
     return acc, new_maximum, total

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshattn_kernels.contract import AccumulatorKind, ChunkSizes, Shapes, clear_accumulator, rows_first
 from meshattn_kernels.dash import ScheduleTable, build_table, choose_schedule
+from meshattn_kernels.dropout import Dropout
 from meshattn_kernels.intervals import BandIntervals, Intervals
 from meshattn_kernels.portable.backward_dash import clear_rows_kernel, dash_kernel
 from meshattn_kernels.portable.backward_two_loop import dkdv_kernel, dq_kernel
@@ -38,6 +39,9 @@ NOMINAL_PROGRAMS = 128
 """A group of query heads is cut into parts, each its own program, up to about so many programs. A constant
 and not the number of multiprocessors, so that the order of sums follows from the shape."""
 
+_Scores = tuple[tuple[int | float, ...], tuple[bool, bool]]
+_NO_DROPOUT = 0, 0, 0, 1.0, *[0] * 9
+
 _forward = Launcher(forward_kernel)
 _dkdv = Launcher(dkdv_kernel)
 _dq = Launcher(dq_kernel)
@@ -48,11 +52,24 @@ _scale_and_cast = Launcher(scale_and_cast_kernel)
 _turn_lse = Launcher(exponents_kernel)
 
 
+@dataclass(frozen=True)
 class _Portable:
-    """All but the backward."""
+    """All but the backward. ``softcap`` bounds the scores (0: no bound), ``dropout`` is that of the pair of
+    chunks."""
+
+    softcap: float = 0.0
+    dropout: Dropout | None = None
 
     name: ClassVar[str]
     writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset()
+
+    def _scores(self, softmax_scale: float) -> _Scores:
+        """What becomes of scores, for a launch: scale and ``scores.SCORE_NUMBERS``; SOFTCAP, DROPOUT."""
+        scale, cap_scale = softmax_scale, 1.0
+        if self.softcap:
+            scale, cap_scale = self.softcap, softmax_scale / self.softcap
+        dropout = _NO_DROPOUT if self.dropout is None else self.dropout.numbers
+        return (scale, cap_scale, *dropout), (self.softcap > 0, self.dropout is not None)
 
     def accumulator_shapes(self, kind: AccumulatorKind, **sizes: Unpack[ChunkSizes]) -> Shapes:
         return rows_first(kind, **sizes)
@@ -93,15 +110,16 @@ class _Portable:
         out, lse = acc["out"], acc["lse"]
         q, k, v = readable(q), readable(k), readable(v)
         batch, rows, heads, _ = q.shape
-        tiles = tiles_for("forward", q, v)
+        tiles = tiles_for("forward", q, v, dropout=self.dropout is not None)
         bounds = row_bounds(intervals, lse)
+        numbers, changed = self._scores(softmax_scale)
         with on_device(q.device):
             _forward(
                 (-(-rows // tiles.q_tile), heads, batch),
                 (q, k, v, out, lse, bounds.start, bounds.end),
-                (*bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2], softmax_scale),
+                (*bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2], *numbers),
                 strides(q, k, v),
-                (*constants(tiles, q, k, v), bounds.band, first),
+                (*constants(tiles, q, k, v), *changed, bounds.band, first),
                 warps=tiles.warps,
             )
 
@@ -135,8 +153,9 @@ class TritonKernel(_Portable):
             return
         q, k, v, do = readable(q), readable(k), readable(v), readable(do)
         exponent, delta = _exponents(lse, q.dtype), delta.contiguous()
-        _two_loop_dkdv(q, k, v, do, exponent, delta, dkv, intervals, softmax_scale, first_dkv)
-        _two_loop_dq(q, k, v, do, exponent, delta, dq["dq"], intervals, softmax_scale, first_dq)
+        scores = self._scores(softmax_scale)
+        _two_loop_dkdv(q, k, v, do, exponent, delta, dkv, intervals, scores, first_dkv)
+        _two_loop_dq(q, k, v, do, exponent, delta, dq["dq"], intervals, scores, first_dq)
 
 
 @dataclass(frozen=True)
@@ -144,6 +163,7 @@ class TritonDashKernel(_Portable):
     """The backward of five products, whose sums follow a table.
 
     Args:
+        softcap, dropout: as those of the other kernels.
         workers: resident thread blocks, by default one a multiprocessor (one in the interpreter).
         schedule: a name of ``meshattn_kernels.dash``, by default the one chosen for the shape.
         deterministic: False adds to dq in any order, as a control for measurements.
@@ -179,10 +199,11 @@ class TritonDashKernel(_Portable):
         exponent, delta = _exponents(lse, q.dtype), delta.contiguous()
         batch, rows, heads, head_dim = q.shape
         _, keys, kv_heads, _ = v.shape
-        tiles = tiles_for("dash", q, v)
+        tiles = tiles_for("dash", q, v, dropout=self.dropout is not None)
         table = self._table(q, k, intervals, tiles).to(q.device)
         bounds = row_bounds(intervals, exponent)
         dq_acc = dq["dq"]
+        numbers, changed = self._scores(softmax_scale)
         counters = torch.zeros(
             batch * (heads * table.query_tiles + kv_heads * table.kv_tiles),
             dtype=torch.int32,
@@ -204,10 +225,13 @@ class TritonDashKernel(_Portable):
                 ),
                 (
                     *bounds.band_of, intervals.n_q, intervals.n_k, rows, keys, heads, kv_heads, batch * heads,
-                    table.query_tiles, table.kv_tiles, softmax_scale,
+                    table.query_tiles, table.kv_tiles, *numbers,
                 ),
                 strides(q, k, v, do),
-                (*constants(tiles, q, k, v, do), bounds.band, first_dq, first_dkv, self.deterministic),
+                (
+                    *constants(tiles, q, k, v, do), *changed, bounds.band, first_dq, first_dkv,
+                    self.deterministic,
+                ),
                 warps=tiles.warps,
             )  # fmt: skip
 
@@ -234,12 +258,13 @@ def _two_loop_dkdv(
     delta: Tensor,
     dkv: Mapping[str, Tensor],
     intervals: Intervals,
-    softmax_scale: float,
+    scores: _Scores,
     first: bool,
 ) -> None:
+    numbers, changed = scores
     batch, rows, heads, _ = q.shape
     _, keys, kv_heads, _ = v.shape
-    tiles = tiles_for("dkdv", q, v)
+    tiles = tiles_for("dkdv", q, v, dropout=changed[1])
     bounds = row_bounds(intervals, exponent)
     kv_tiles = -(-keys // tiles.kv_tile)
     group = heads // kv_heads
@@ -254,10 +279,10 @@ def _two_loop_dkdv(
             (q, k, v, do, exponent, delta, dk, dv, bounds.start, bounds.end),
             (
                 *bounds.band_of, intervals.n_q, intervals.n_k, rows, keys, group, group // parts,
-                batch * keys * kv_heads, softmax_scale,
+                batch * keys * kv_heads, *numbers,
             ),
             strides(q, k, v, do),
-            (*constants(tiles, q, k, v, do), bounds.band, first or parts > 1),
+            (*constants(tiles, q, k, v, do), *changed, bounds.band, first or parts > 1),
             warps=tiles.warps,
         )  # fmt: skip
         if parts > 1:
@@ -275,19 +300,20 @@ def _two_loop_dq(
     delta: Tensor,
     dq: Tensor,
     intervals: Intervals,
-    softmax_scale: float,
+    scores: _Scores,
     first: bool,
 ) -> None:
+    numbers, changed = scores
     batch, rows, heads, _ = q.shape
-    tiles = tiles_for("dq", q, v)
+    tiles = tiles_for("dq", q, v, dropout=changed[1])
     bounds = row_bounds(intervals, exponent)
     with on_device(q.device):
         _dq(
             (-(-rows // tiles.q_tile), heads, batch),
             (q, k, v, do, exponent, delta, dq, bounds.start, bounds.end),
-            (*bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2], softmax_scale),
+            (*bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2], *numbers),
             strides(q, k, v, do),
-            (*constants(tiles, q, k, v, do), bounds.band, first),
+            (*constants(tiles, q, k, v, do), *changed, bounds.band, first),
             warps=tiles.warps,
         )
 

@@ -1,0 +1,184 @@
+"""Softcap and dropout in the portable kernels, against dense attention with an explicit mask.
+
+Where they run: see test_portable.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
+    pytest.skip("interpreted in a process of its own", allow_module_level=True)
+
+from cases import Inputs, Results, Shape, make_inputs  # noqa: E402
+from meshattn_kernels import UNBOUNDED, BandIntervals, accumulator_dtype  # noqa: E402
+from meshattn_kernels.dropout import Dropout, Positions  # noqa: E402
+from meshattn_kernels.portable.launch import INTERPRETED  # noqa: E402
+from meshattn_kernels.reference import ReferenceKernel  # noqa: E402
+from portable_runs import (  # noqa: E402
+    DEVICE,
+    KERNELS,
+    LARGE,
+    SMALL,
+    Block,
+    Kernel,
+    Run,
+    by_name,
+    causal,
+    full,
+    per_query_head,
+    rounding,
+    visible_pairs,
+)
+from tolerance import bound, error  # noqa: E402
+
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu, pytest.mark.timeout(600)]
+SEED = 2**63 + 12345
+# Of a chunk of several: every third position; two runs with a gap between, whose border lies inside a tile.
+STRIPED, ZIGZAG = Positions(2, 3), Positions(40, 1, 11, 1000)
+DROPOUT = Dropout(0.3, SEED, STRIPED, ZIGZAG, first_head=5)
+
+
+def dense(
+    inputs: Inputs, visible: Tensor, scale: float, dtype: torch.dtype, softcap: float, dropout: Dropout | None
+) -> Results:
+    """All results in ``dtype``."""
+    q, k, v, do = (x.detach().to(dtype) for x in inputs)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    keys, values = (per_query_head(x, q) for x in (k, v))
+    scores = torch.einsum("bshd,bthd->bhst", q, keys).to(accumulator_dtype(dtype)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    none = ~visible.any(-1)
+    scores = scores.masked_fill(~visible & ~none[:, None], -math.inf).masked_fill(none[:, None], 0.0)
+    lse = scores.logsumexp(-1).masked_fill(none, -math.inf)
+    p = scores.softmax(-1).masked_fill(none[:, None], 0.0)
+    if dropout is not None:
+        kept = dropout.kept(len(q), q.shape[2], (0, q.shape[1]), (0, k.shape[1]), q.device)
+        p = p * kept / (1 - dropout.p)
+    out = torch.einsum("bhst,bthd->bshd", p.to(dtype), values)
+    return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), do))
+
+
+SHAPES = SMALL if INTERPRETED else SMALL + LARGE[::4]
+CHANGES = [(2.0, None), (0.0, DROPOUT), (20.0, DROPOUT)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+@pytest.mark.parametrize(
+    "softcap, dropout", CHANGES, ids=lambda x: f"p{x.p}" if isinstance(x, Dropout) else str(x)
+)
+@pytest.mark.parametrize("shape, dtype, rule", SHAPES, ids=lambda x: x.__name__ if callable(x) else str(x))
+def test_equals_dense_attention(
+    kernel: Kernel, shape: Shape, dtype: torch.dtype, rule, softcap: float, dropout: Dropout | None
+) -> None:
+    """In two blocks of keys, so that merging is there too."""
+    inputs = make_inputs(shape, dtype)
+    cut = shape.seq_len_k // 3
+    whole = rule(shape)
+    assert isinstance(whole, BandIntervals)
+    spans = [(0, cut), (cut, shape.seq_len_k)] if cut else [(0, shape.seq_len_k)]
+    visible = visible_pairs(shape.S, shape.seq_len_k, [(slice(None), whole)]).to(DEVICE)
+    inputs = Inputs(*(x.to(DEVICE) for x in inputs))
+    oracle, eager = (dense(inputs, visible, 0.3, kind, softcap, dropout) for kind in (torch.float64, dtype))
+    actual = in_blocks(replace(kernel, softcap=softcap), dropout, inputs, whole, spans)
+    left = rounding(inputs, visible, 0.3)
+    for name in Results._fields:
+        ours, exact, same_type = (getattr(results, name) for results in (actual, oracle, eager))
+        allowed = bound(exact, ours.dtype, same_type) + 2 * left.get(name, 0.0)
+        found = error(ours, exact)
+        assert found <= allowed, f"{name}: error {found:.3e} > {allowed:.3e} ({ours.dtype})"
+
+
+def in_blocks(
+    kernel: Kernel,
+    dropout: Dropout | None,
+    inputs: Inputs,
+    whole: BandIntervals,
+    spans: list[tuple[int, int]],
+) -> Results:
+    """Forward, backward and finish of one query chunk against blocks of keys, as the engine has it."""
+    q, k, v, do = inputs
+    run, scale = Run(kernel, 0.3), 0.3
+    acc, dq = run.accumulator("out", inputs, q.shape[1]), run.accumulator("dq", inputs, q.shape[1])
+    grads = []
+
+    def block(t0: int, t1: int) -> tuple[Kernel, Tensor, Tensor, BandIntervals]:
+        intervals = BandIntervals(
+            whole.lo if whole.lo == -UNBOUNDED else whole.lo + t0,
+            UNBOUNDED if whole.hi == UNBOUNDED else whole.hi + t0,
+            whole.n_q,
+            t1 - t0,
+        )
+        if dropout is None:
+            return kernel, k[:, t0:t1], v[:, t0:t1], intervals
+        keys, first = dropout.keys, int(dropout.keys.of(t0, t0 + 1))
+        moved = Positions(first, keys.stride, *((keys.split - t0, keys.jump) if t0 < keys.split else ()))
+        return replace(kernel, dropout=replace(dropout, keys=moved)), k[:, t0:t1], v[:, t0:t1], intervals
+
+    for n, span in enumerate(spans):
+        one, keys, values, intervals = block(*span)
+        one.forward(q, keys, values, acc, intervals, softmax_scale=scale, first=n == 0)
+    delta = (acc["out"] * do).sum(-1).transpose(1, 2)
+    for n, span in enumerate(spans):
+        one, keys, values, intervals = block(*span)
+        dkv = run.accumulator("dkv", inputs, keys.shape[1])
+        one.backward(
+            q, keys, values, do, acc["lse"], delta, dq, dkv, intervals,
+            softmax_scale=scale, first_dq=n == 0, first_dkv=True,
+        )  # fmt: skip
+        grads.append(kernel.finish("dkv", dkv, dtype=q.dtype, softmax_scale=scale))
+    (out,) = kernel.finish("out", acc, dtype=q.dtype, softmax_scale=scale)
+    (dq_out,) = kernel.finish("dq", dq, dtype=q.dtype, softmax_scale=scale)
+    return Results(out, acc["lse"], dq_out, *(torch.cat(parts, 1) for parts in zip(*grads, strict=True)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_the_mask_read_from_the_kernels_is_that_of_the_reference(kernel: Kernel) -> None:
+    """With q = 0 all probabilities are equal, and with v the identity out shows which are kept."""
+    rows, keys = (33, 40) if INTERPRETED else (501, 250)
+    inputs = make_inputs(Shape(B=2, S=rows, H=2, H_kv=1, D=16, D_v=keys, S_k=keys), torch.float32)
+    eye = torch.eye(keys).expand(2, keys, keys)[:, :, None].contiguous()
+    inputs = Inputs(*(x.to(DEVICE) for x in (torch.zeros_like(inputs.q), inputs.k, eye, inputs.do)))
+    intervals = BandIntervals(-UNBOUNDED, UNBOUNDED, rows, keys)
+    blocks: list[Block] = [(slice(None), intervals)]
+    masks = [
+        Run(replace(one, dropout=DROPOUT), 0.3).forward(inputs, blocks)["out"] > 0  # type: ignore[type-var]
+        for one in (kernel, ReferenceKernel())
+    ]
+    expected = DROPOUT.kept(2, 2, (0, rows), (0, keys), DEVICE).transpose(1, 2)
+    assert torch.equal(masks[0], expected) and torch.equal(masks[1].view_as(expected), expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_bits_repeat(kernel: Kernel) -> None:
+    """And another seed gives others."""
+    shape = Shape(1, 40, 2, 1, 16) if INTERPRETED else Shape(2, 900, 8, 2, 128, S_k=1100)
+    inputs, blocks = make_inputs(shape, torch.bfloat16), [(slice(None), causal(shape))]
+    one, other = (replace(kernel, softcap=5.0, dropout=replace(DROPOUT, seed=seed)) for seed in (SEED, 3))
+    expected = Run(one, 0.1)(inputs, blocks)
+    for _ in range(1 if INTERPRETED else 19):
+        for ours, same in zip(Run(one, 0.1)(inputs, blocks), expected, strict=True):
+            assert torch.equal(ours, same)
+    assert not torch.equal(Run(other, 0.1)(inputs, blocks).out, expected.out)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+@pytest.mark.parametrize("softcap", [1e-3, 1e4])
+def test_extreme_softcaps(kernel: Kernel, softcap: float) -> None:
+    """One so small that all scores are equal, and one so large that nothing is bounded."""
+    shape = Shape(B=1, S=21, H=2, H_kv=1, D=16)
+    inputs, blocks = make_inputs(shape, torch.float32), [(slice(None), full(shape))]
+    actual = Run(replace(kernel, softcap=softcap), 0.3)(inputs, blocks)
+    assert all(x.isfinite().all() for x in actual)
+    plain = Run(kernel, 0.3)(inputs, blocks)
+    if softcap > 1:
+        torch.testing.assert_close(actual.out, plain.out, rtol=1e-4, atol=1e-5)
+    else:
+        assert actual.lse.std() < 1e-3 < plain.lse.std()
