@@ -10,24 +10,29 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from meshattn import engine
+from meshattn import heads
+from meshattn.heads import HeadCall
 from meshattn.mesh import AttentionMesh
 from meshattn.transport.base import TransportError
 from meshattn_kernels.rules import WITHOUT_LSE_GRADIENT
 
 
 def differentiable_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: AttentionMesh, call: engine.Call, seed: int
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: AttentionMesh, call: HeadCall, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of this rank's rows, as `engine.forward`, differentiable once in the four tensors."""
-    result: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, sinks, mesh, call, seed)  # type: ignore[no-untyped-call]
+    """out and lse of this rank's rows, as `heads.forward`, differentiable once in the four tensors."""
+    # A head axis keeps what its ranks have exchanged, and of q, k and v only where they come from.
+    origins = () if call.split.ranks == 1 else tuple(x[:0].clone() for x in (q, k, v))
+    result: tuple[Tensor, Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, sinks, mesh, call, seed, *origins
+    )
     return result
 
 
 @contextmanager
-def _engine_room(mesh: AttentionMesh, call: engine.Call) -> Iterator[None]:
+def _engine_room(mesh: AttentionMesh, call: HeadCall) -> Iterator[None]:
     """Autocast is off, because the engine chooses its types itself; a failed transfer is explained."""
-    with torch.autocast(call.device.type, enabled=False):
+    with torch.autocast(call.inner.device.type, enabled=False):
         try:
             yield
         except TransportError as error:
@@ -43,12 +48,13 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         mesh: AttentionMesh,
-        call: engine.Call,
+        call: HeadCall,
         seed: int,
+        *origins: Tensor,
     ) -> tuple[Tensor, Tensor]:
         with _engine_room(mesh, call):
-            out, lse = engine.forward(call, q, k, v, sinks, seed)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)  # type: ignore[arg-type]  # None is allowed
+            out, lse, kept = heads.forward(call, q, k, v, sinks, seed)
+        ctx.save_for_backward(out, lse, sinks, *origins, *kept)  # type: ignore[arg-type]  # None is allowed
         ctx.set_materialize_grads(False)
         ctx.mesh, ctx.call, ctx.seed = mesh, call, seed  # type: ignore[attr-defined]
         ctx.number = mesh.agreement.calls  # type: ignore[attr-defined]
@@ -56,21 +62,24 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
+        out, lse, sinks, *kept = ctx.saved_tensors
+        origins = kept[:3]
+        if ctx.call.split.ranks > 1:
+            kept = kept[3:]
         # Ranks that came to their backward passes in another order would add up each other's gradients.
         before = ctx.mesh.agreement.calls - ctx.number
-        error = _refused_gradient(ctx.call.kernel.name, dlse)
+        error = _refused_gradient(ctx.call.inner.kernel.name, dlse)
         ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it"}, error)
         if do is None:  # only lse is used
             do = torch.zeros_like(out)
         with torch.no_grad(), _engine_room(ctx.mesh, ctx.call):
-            grads = engine.backward(ctx.call, q, k, v, out, lse, do, dlse, sinks, ctx.seed)
+            grads = heads.backward(ctx.call, kept, out, lse, do, dlse, sinks, ctx.seed)
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients
-            sources = [x for x in (q, k, v, sinks, do, dlse) if x is not None]
+            sources = [x for x in (*origins, sinks, do, dlse) if x is not None]
             some = [x for x in grads if x is not None]
             some = _Undifferentiable.apply(len(some), *some, *sources)  # type: ignore[no-untyped-call]
             grads = *some, *grads[len(some) :]
-        return *grads, None, None, None
+        return *grads, *[None] * (len(ctx.needs_input_grad) - len(grads))
 
 
 def _refused_gradient(kernel: str, dlse: Tensor | None) -> Exception | None:

@@ -24,10 +24,12 @@ from meshattn.arguments import (
 )
 from meshattn.autograd import differentiable_attention
 from meshattn.dropout import DropoutRule
+from meshattn.heads import HeadCall
 from meshattn.masks import BlockMasks
 from meshattn.mesh import AttentionMesh
 from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape, pays_to_share
+from meshattn.plan.heads import inner_shape, pays_to_share_heads
 from meshattn.plan.route import route
 from meshattn.plan.schedule import Direction
 from meshattn.program import Program
@@ -44,7 +46,7 @@ _KEPT_CALLS = 32  # kinds of calls on one sequence that are not checked again: t
 class _Ready:
     """A call that was checked and planned. One that looks the same needs only the ranks' agreement."""
 
-    call: engine.Call
+    call: HeadCall
     statement: dict[str, str]
 
 
@@ -73,7 +75,7 @@ def attend(
             seq.ready.popitem(last=False)
     else:
         mesh.agreement.enter(name, _sequences(seq, keys) | ready.statement)
-    seed = 0 if ready.call.dropout is None else mesh.dropout_seeds.next(dropout_seed, q.device)
+    seed = 0 if ready.call.inner.dropout is None else mesh.dropout_seeds.next(dropout_seed, q.device)
     q, k, v = autocast(q, k, v)
     q, k, v = seq.without_gaps(q), keys.without_gaps(k), keys.without_gaps(v)
     out, lse = differentiable_attention(q, k, v, sinks, mesh, ready.call, seed)
@@ -131,6 +133,7 @@ def _make_ready(
         mesh.connection.check_device(q.device)
         local = _check_kernel(options, q, v, masks)
         chosen = local.name
+        mesh.split_heads(_shape(q, k, v, options))
     except Exception as failure:  # whatever it is, the other ranks must not wait for this one
         error = failure
     for sequence in (seq, keys):
@@ -139,7 +142,7 @@ def _make_ready(
     # Ranks with other GPUs or versions may choose other kernels, whose accumulators do not fit together.
     statement = _statement(q, k, v, sinks, options) | {"kernel": chosen}
     mesh.agreement.enter(name, _sequences(seq, keys) | statement, error)
-    ring = Tile(1, mesh.size) if name == "ring_attention" else None
+    ring = Tile(1, mesh.chunks) if name == "ring_attention" else None
     return _Ready(_plan(mesh, masks, q, k, v, options, local, ring), statement)
 
 
@@ -190,6 +193,25 @@ def _statement(q: Tensor, k: Tensor, v: Tensor, sinks: object, options: Options)
     return tensors | options.words()
 
 
+def _shape(q: Tensor, k: Tensor, v: Tensor, options: Options) -> CallShape:
+    """The call as a rank sees it outside of the head axis."""
+    batch, rows, heads, head_dim = q.shape
+    exact = accumulator_dtype(q.dtype)
+    return CallShape(
+        batch=batch,
+        rows=rows,
+        heads=heads,
+        kv_heads=k.shape[2],
+        head_dim=head_dim,
+        head_dim_v=v.shape[3],
+        itemsize=q.dtype.itemsize,
+        reduce_itemsize=(options.reduce_dtype or exact).itemsize,
+        acc_itemsize=exact.itemsize,
+        causal=options.causal,
+        key_rows=k.shape[1],
+    )
+
+
 def _plan(
     mesh: AttentionMesh,
     masks: BlockMasks,
@@ -199,44 +221,42 @@ def _plan(
     options: Options,
     kernel: AttentionKernel,
     tile: Tile | None,
-) -> engine.Call:
-    batch, rows, heads, head_dim = q.shape
+) -> HeadCall:
+    outside = _shape(q, k, v, options)
+    split, groups = mesh.split_heads(outside)
+    shape = inner_shape(outside, split.ranks, groups)
+    tile = tile or mesh.tile_for(shape, masks.visibility)
+    exchanges = mesh.head_transport(q.device)
+
+    def program(direction: Direction) -> Program:
+        taking = exchanges.multiprocessors if groups > 1 else 0
+        beside = taking > 0 and pays_to_share_heads(direction, outside, split.ranks, groups, tile)
+        local = leave_room(kernel, q.device, taking) if beside else kernel
+        return _plan_pass(direction, mesh, shape, tile, masks, local, q.device)
+
     exact = accumulator_dtype(q.dtype)
     reduce_dtype = options.reduce_dtype or exact
-    shape = CallShape(
-        batch=batch,
-        rows=rows,
-        heads=heads,
-        kv_heads=k.shape[2],
-        head_dim=head_dim,
-        head_dim_v=v.shape[3],
-        itemsize=q.dtype.itemsize,
-        reduce_itemsize=reduce_dtype.itemsize,
-        acc_itemsize=exact.itemsize,
-        causal=options.causal,
-        key_rows=k.shape[1],
-    )
-    tile = tile or mesh.tile_for(shape, masks.visibility)
     dropout = DropoutRule(options.dropout_p, masks.q_layout, masks.kv_layout) if options.dropout_p else None
-    return engine.Call(
-        rank=mesh.rank,
-        forward=_plan_pass("forward", mesh, shape, tile, masks, kernel, q.device),
-        backward=_plan_pass("backward", mesh, shape, tile, masks, kernel, q.device),
+    inner = engine.Call(
+        forward=program("forward"),
+        backward=program("backward"),
         kernel=kernel,
         dropout=dropout,
-        batch=batch,
-        rows=rows,
-        key_rows=k.shape[1],
-        heads=heads,
-        kv_heads=k.shape[2],
-        head_dim=head_dim,
-        head_dim_v=v.shape[3],
+        batch=shape.batch,
+        rows=shape.rows,
+        key_rows=shape.chunk_keys,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        head_dim_v=shape.head_dim_v,
         dtype=q.dtype,
         accumulator_dtype=exact,
         reduce_dtype=reduce_dtype,
-        softmax_scale=head_dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale),
+        dkv_dtype=q.dtype if split.copies == 1 else reduce_dtype,
+        softmax_scale=shape.head_dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale),
         device=q.device,
     )
+    return HeadCall(inner, split, groups, mesh.head_ranks, mesh.head, exchanges)
 
 
 def _plan_pass(
@@ -249,11 +269,12 @@ def _plan_pass(
     device: torch.device,
 ) -> Program:
     cuts = kernel.name not in PLAIN_MASKS_ALONE
-    taken = route(direction, shape, tile, masks.visibility, mesh.rank, cuts=cuts)
+    taken = route(direction, shape, tile, masks.visibility, mesh.chunk, cuts=cuts)
     transports = mesh.transports(tile, device, taken.paths)
     crowd = max(transport.multiprocessors for transport in transports.values())
     return Program(
-        rank=mesh.rank,
+        rank=mesh.chunk,
+        owners=mesh.owners,
         schedule=taken.schedule,
         assignment=taken.assignment,
         hops=taken.hops,

@@ -22,7 +22,7 @@ from meshattn.dropout import DropoutRule
 from meshattn.packing import Field, Packed, Packing, Views
 from meshattn.plan.schedule import AXIS, Block, Merge, Payload, Transfer
 from meshattn.program import Program
-from meshattn.sinks import add_sinks, sinks_gradient
+from meshattn.sinks import add_sinks
 from meshattn.transport.base import Handle
 from meshattn_kernels import AttentionKernel, Intervals
 from meshattn_kernels.contract import ACCUMULATOR_KINDS, AccumulatorKind, clear_accumulator
@@ -35,7 +35,6 @@ from meshattn_kernels.merge import merge_partial
 class Call:
     """What both passes of one attention call share on one rank; no tensors."""
 
-    rank: int
     forward: Program
     backward: Program
     kernel: AttentionKernel
@@ -50,8 +49,13 @@ class Call:
     dtype: torch.dtype
     accumulator_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    dkv_dtype: torch.dtype  # of dk and dv: a part of them is to be added to others
     softmax_scale: float
     device: torch.device
+
+    def result_dtype(self, kind: AccumulatorKind) -> torch.dtype:
+        """Type of the results of a kind of accumulator."""
+        return self.dkv_dtype if kind == "dkv" else self.dtype
 
     @cached_property
     def chunk_packings(self) -> Mapping[Payload, Packing]:
@@ -88,8 +92,9 @@ class Call:
             types = {name: self.accumulator_dtype if name == "lse" else dtype for name in shapes}
             return Packing(tuple(Field(name, shape, types[name]) for name, shape in shapes.items()))
 
-        # On a mesh of one rank one block is all that is ever added.
+        # On a tile of one rank one block is all that is ever added.
         alone = self.forward.schedule.tile.ranks == 1 and kind in self.kernel.writes_finished
+        alone &= self.result_dtype(kind) == self.dtype
         held, sent = self.dtype if alone else self.accumulator_dtype, self.reduce_dtype
         mine = packed(held)
         return mine, mine if held == sent else packed(sent)
@@ -116,30 +121,27 @@ def forward(
 
 
 def backward(
-    call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    dlse: Tensor | None = None,
-    sinks: Tensor | None = None,
-    seed: int = 0,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of this rank's q, k, v and sinks; arguments as given to and returned by `forward`, do like
-    out.
+    call: Call, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, do: Tensor, delta: Tensor, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this rank's q, k and v; arguments as given to and returned by `forward`, do like out.
 
-    dlse is like lse: the gradient that comes in through it, if any. That of the sinks is what the rows of
-    this rank give.
+    delta is like lse: see `row_terms`.
+    """
+    work = _Backward(call, q, k, v, lse, do, delta, seed)
+    _execute(call.backward, work)
+    return work.finish()
+
+
+def row_terms(out: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+    """delta [B, H, C]: what the backward pass subtracts in every row, in the accumulator type.
+
+    dlse is like lse: the gradient that comes in through it, if any.
     """
     delta = row_delta(do, out)
     if dlse is not None:
         # d lse / d score = p, so that ds = p * (dp - delta + dlse); rows that see no key have no score.
         delta = delta - dlse.masked_fill(lse == -math.inf, 0.0)
-    work = _Backward(call, q, k, v, lse, do, delta, seed)
-    _execute(call.backward, work)
-    return *work.finish(), None if sinks is None else sinks_gradient(sinks, lse, delta)
+    return delta
 
 
 def _execute(program: Program, work: _Pass) -> None:
@@ -194,7 +196,7 @@ class _Accumulators:
         held, received = (slots.row_acc, slots.row_recv) if by_row else (slots.col_acc, slots.col_recv)
         self._kernel = call.kernel
         self._kind = kind
-        self._dtype = call.dtype
+        self._dtype = call.result_dtype(kind)
         self._softmax_scale = call.softmax_scale
         packing, wire = call.packings[kind]
         self.moves = received > 0

@@ -1,7 +1,9 @@
 """The ranks that share a sequence, their tile and their connection.
 
-A mesh of P = a * b ranks gives rank i the tile row ``i // a`` and the tile column ``i % a``. The order of
-the ranks is that of the DeviceMesh, process group or list of ranks that it was built on.
+A mesh of P = w * a * b ranks has three axes, heads, row and col. Each w consecutive ranks share a chunk of
+the sequence and share out its heads; chunk i = rank // w has the tile row ``i // a`` and the tile column
+``i % a``. The order of the ranks is that of the DeviceMesh, process group or list of ranks that it was built
+on.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from meshattn.dropout import DropoutSeeds
 from meshattn.layouts import LayoutKind
 from meshattn.plan.assignment import Assignment, Axis, Tile
 from meshattn.plan.cost import CallShape, choose_tile
+from meshattn.plan.heads import HeadSplit, head_groups
 from meshattn.plan.hops import RINGS, Paths, Visibility
 from meshattn.transport.base import TrafficRecord, Transport, TransportError
 from meshattn.transport.connect import Connection, Group, check_transport, choose, connect
@@ -36,6 +39,7 @@ def init_attention_mesh(
     *,
     tile: str | tuple[int, int] | Tile = "auto",
     heads: int = 1,
+    head_groups: str | int = "auto",
     transport: str = "auto",
     timeout: float | timedelta = DEFAULT_TIMEOUT,
 ) -> AttentionMesh:
@@ -46,10 +50,14 @@ def init_attention_mesh(
         group: the ranks that share a sequence: a ProcessGroup, a DeviceMesh axis (coordinates follow its
             order), a list of global ranks (in that order), a simulated group, or None for the default
             group.
-        tile: (a, b) or "AxB": every rank computes a query chunks against b key/value chunks, a * b = P. (1,
-            P) is Ring-Attention. "auto" takes the tile that moves the least bytes, at the first call of
-            each shape.
-        heads: ranks of the head axis; only 1 so far.
+        tile: (a, b) or "AxB": every rank computes a query chunks against b key/value chunks, heads * a * b =
+            P. (1, P) is Ring-Attention. "auto" takes the tile that moves the least bytes, at the first call
+            of each shape.
+        heads: ranks of the head axis (Ulysses): so many consecutive ranks exchange rows for heads before and
+            after attention. It divides P and the query heads of every call. With the tile (1, P / heads) it
+            is known as USP.
+        head_groups: into how many groups each of these ranks splits its heads, to exchange one while another
+            is computed; it divides the key/value heads of a rank. "auto" follows from the shape.
         transport: "auto" takes the copy engines on the axes whose neighbours share a host and "p2p" on the
             others, found out by all ranks together; call torch.cuda.set_device before. "symmetric" insists on
             copy engines, "p2p" on torch.distributed send and receive (gloo, NCCL); a simulated group has
@@ -57,9 +65,8 @@ def init_attention_mesh(
         timeout: how long a rank waits for another, in seconds or as a timedelta.
 
     Raises:
-        ValueError: on every rank alike, for a tile that does not multiply to P, an unknown transport or a
-            wrong group.
-        NotImplementedError: for ``heads`` other than 1.
+        ValueError: on every rank alike, for axes that do not multiply to P, an unknown transport or a wrong
+            group.
     """
     chosen: Tile | None = None
     error: Exception | None = None
@@ -72,28 +79,39 @@ def init_attention_mesh(
     agreement = Agreement(connection.store, connection.name, connection.names, seconds)
     try:
         check_transport(transport, group)
-        chosen = _tile(tile, connection.size)
-        if heads != 1:
-            raise NotImplementedError(f"heads={heads!r}: the head axis is not implemented yet; use heads=1")
+        _check_heads(heads, head_groups, connection.size)
+        chosen = _tile(tile, connection.size, heads)
     except Exception as failure:  # whatever it is, the other ranks must not wait for this one
         error = error or failure
     stated = {
         "ranks": str(list(connection.names)),
         "tile": str(chosen or "auto"),
         "heads": str(heads),
+        "head_groups": str(head_groups),
         "transport": str(transport),
     }
     agreement.enter("init_attention_mesh", stated, error)
-    return AttentionMesh(choose(connection, transport), agreement, chosen)
+    return AttentionMesh(choose(connection, transport), agreement, chosen, heads, head_groups)
 
 
 class AttentionMesh:
     """One rank's view of the mesh. Build it with ``init_attention_mesh``."""
 
-    def __init__(self, connection: Connection, agreement: Agreement, tile: Tile | None) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        agreement: Agreement,
+        tile: Tile | None,
+        heads: int = 1,
+        head_groups: str | int = "auto",
+    ) -> None:
         self.rank = connection.rank
         self.size = connection.size
         self.tile = tile
+        self.heads = heads
+        self.chunks = self.size // heads
+        self.chunk, self.head = divmod(self.rank, heads)
+        self.head_groups = head_groups
         self.agreement = agreement
         self.dropout_seeds = DropoutSeeds(agreement)
         self.connection = connection
@@ -130,27 +148,66 @@ class AttentionMesh:
 
         ``visibility`` says which blocks masks leave; by default all.
         """
-        return self.tile or _least_bytes(self.size, shape, visibility)
+        return self.tile or _least_bytes(self.chunks, shape, visibility)
+
+    def split_heads(self, shape: CallShape) -> tuple[HeadSplit, int]:
+        """How the heads of a call are shared out on the head axis, and into how many groups each rank splits
+        its own; ``shape`` is that of a rank's rows.
+
+        Raises ValueError if they do not divide.
+        """
+        split = HeadSplit.of(shape.heads, shape.kv_heads, self.heads)
+        if isinstance(self.head_groups, str):
+            return split, head_groups(shape, self.heads)
+        if split.kv_heads % self.head_groups:
+            raise ValueError(
+                f"head_groups={self.head_groups}, but a rank of the head axis has {split.kv_heads} key/value "
+                "heads for this call, which it cannot split so: build the mesh with a divisor of that, or "
+                "with head_groups='auto'"
+            )
+        return split, self.head_groups
 
     def coordinates(self, tile: Tile | None = None) -> tuple[int, int]:
-        """(tile row, tile column) of this rank."""
+        """(tile row, tile column) of this rank's chunk; `head` is its place on the head axis."""
         tile = tile or self.tile
         if tile is None:
             raise ValueError("the tile is 'auto': coordinates depend on the shape of the call; pass a tile")
         assignment = Assignment(tile)
-        return assignment.row_index(self.rank), assignment.col_index(self.rank)
+        return assignment.row_index(self.chunk), assignment.col_index(self.chunk)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """For every chunk the mesh rank at this rank's place on the head axis."""
+        return tuple(range(self.head, self.size, self.heads))
+
+    @property
+    def head_ranks(self) -> tuple[int, ...]:
+        """The mesh ranks of this rank's head axis, in order."""
+        first = self.chunk * self.heads
+        return tuple(range(first, first + self.heads))
 
     def transports(self, tile: Tile, device: torch.device, paths: Paths = RINGS) -> dict[str, Transport]:
         """What moves the tensors of this device along each axis of a tile."""
         assignment = Assignment(tile, paths.turned)
         return {axis: self.connection.along(self._ring(assignment, axis), device) for axis in AXES}
 
+    def head_transport(self, device: torch.device) -> Transport:
+        """What moves the tensors of this device along the head axis."""
+        return self.connection.along(self._head_ring(), device)
+
     def _ring(self, assignment: Assignment, axis: Axis) -> tuple[int, ...]:
         """The rank from which each rank receives."""
         if (assignment, axis) not in self._rings:
-            ring = tuple(assignment.neighbour(rank, axis, 1) for rank in range(self.size))
+            chunks = [assignment.neighbour(chunk, axis, 1) for chunk in range(self.chunks)]
+            places = range(self.heads)
+            ring = tuple(chunk * self.heads + place for chunk in chunks for place in places)
             self._rings[assignment, axis] = ring
         return self._rings[assignment, axis]
+
+    def _head_ring(self) -> tuple[int, ...]:
+        """A ring through the ranks of every head axis."""
+        w = self.heads
+        return tuple(rank - rank % w + (rank + 1) % w for rank in range(self.size))
 
     def _describe_transport(self) -> str:
         connection = self.connection
@@ -159,11 +216,11 @@ class AttentionMesh:
             return f"transport {slow} ({connection.reason})"
         if self.tile is None:
             return f"transport symmetric on axes inside a host, else {slow} ({connection.reason})"
-        kinds = [
-            f"{axis} {'symmetric' if connection.inside(self._ring(Assignment(self.tile), axis)) else slow}"
-            for axis in AXES
-            if self.tile.size(axis) > 1
-        ]
+        rings = {"heads": self._head_ring()} if self.heads > 1 else {}
+        for axis in AXES:
+            if self.tile.size(axis) > 1:
+                rings[axis] = self._ring(Assignment(self.tile), axis)
+        kinds = [f"{axis} {'symmetric' if connection.inside(ring) else slow}" for axis, ring in rings.items()]
         return f"transport {', '.join(kinds)} ({connection.reason})"
 
     def traffic(self) -> tuple[TrafficRecord, ...]:
@@ -180,9 +237,13 @@ class AttentionMesh:
             tile = "tile auto: the fewest bytes for each shape"
         else:
             tile = f"tile {self.tile}, query by key/value chunks of each rank"
+        heads = ""
+        if self.heads > 1:
+            groups = "by shape" if self.head_groups == "auto" else self.head_groups
+            heads = f"heads {self.heads}, shared out among consecutive ranks, groups {groups}; "
         return (
             f"AttentionMesh of {_counted(self.size, 'rank')} {list(self.connection.names)}, "
-            f"this is rank {self.rank}; "
+            f"this is rank {self.rank}; {heads}"
             f"{tile}; {self._describe_transport()}"
         )
 
@@ -243,7 +304,22 @@ def _counted(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("s" if number != 1 else "")
 
 
-def _tile(tile: str | tuple[int, int] | Tile, ranks: int) -> Tile | None:
+def _check_heads(heads: int, head_groups: str | int, ranks: int) -> None:
+    if type(heads) is not int or heads < 1 or ranks % heads:
+        fitting = ", ".join(str(w) for w in range(1, ranks + 1) if ranks % w == 0)
+        raise ValueError(f"heads={heads!r} must divide the {ranks} ranks of the mesh: use one of {fitting}")
+    if head_groups == "auto":
+        return
+    if type(head_groups) is not int or head_groups < 1:
+        raise ValueError(f"head_groups={head_groups!r}: give a whole number from 1 on, or 'auto'")
+    if heads == 1 and head_groups != 1:
+        raise ValueError(
+            f"head_groups={head_groups} without a head axis: there is no exchange of heads that it could "
+            "hide; leave it out, or pass heads="
+        )
+
+
+def _tile(tile: str | tuple[int, int] | Tile, ranks: int, heads: int) -> Tile | None:
     if tile == "auto":
         return None
     if isinstance(tile, str):
@@ -252,10 +328,12 @@ def _tile(tile: str | tuple[int, int] | Tile, ranks: int) -> Tile | None:
         if not isinstance(tile, (tuple, list)) or [type(size) for size in tile] != [int, int]:
             raise ValueError(f"tile {tile!r}: give two whole numbers (a, b), or text such as '2x4'")
         tile = Tile(*tile)
-    if tile.ranks != ranks:
-        fitting = ", ".join(f"{a}x{ranks // a}" for a in range(1, ranks + 1) if ranks % a == 0)
+    if tile.ranks != (chunks := ranks // heads):
+        fitting = ", ".join(f"{a}x{chunks // a}" for a in range(1, chunks + 1) if chunks % a == 0)
+        with_heads = f" with heads={heads}" if heads > 1 else ""
         raise ValueError(
-            f"tile {tile} needs {tile.ranks} ranks but the mesh has {ranks}: use one of {fitting}"
+            f"tile {tile} needs {tile.ranks * heads} ranks{with_heads} but the mesh has {ranks}: use one of "
+            f"{fitting}"
         )
     return tile
 

@@ -45,7 +45,8 @@ class Work:
 class Program:
     """What one pass does on one rank."""
 
-    rank: int
+    rank: int  # the chunk that is this rank's own
+    owners: tuple[int, ...]  # the mesh rank of each chunk
     schedule: Schedule
     assignment: Assignment  # which way round its rings it goes
     hops: Hops  # the transfers of the list that take place for this rank
@@ -95,8 +96,8 @@ class Program:
             axis=transfer.axis,
             flow=transfer.way,
             label=f"{where}, {transfer.payload} #{transfer.index}",
-            to=neighbour(self.rank, transfer.axis, transfer.offset),
-            source=neighbour(self.rank, transfer.axis, -transfer.offset),
+            to=self.owners[neighbour(self.rank, transfer.axis, transfer.offset)],
+            source=self.owners[neighbour(self.rank, transfer.axis, -transfer.offset)],
             slot=transfer.recv_slot - 1 if transfer.inward else transfer.recv_slot,
         )
         sends, receives = self.hops.sends(transfer), self.hops.receives(transfer)

@@ -1,7 +1,9 @@
 """A sequence spread over a mesh: which tokens are here, and how tensors go in and out.
 
 Letters: S global sequence length, P ranks, L = ceil(S / P) rows that every rank holds, padding included.
-Rows beyond the rank's real ones are padding: a suffix that is never read. Packed documents are cut like any
+Rows beyond the rank's real ones are padding: a suffix that is never read. The layout cuts the sequence into
+one chunk for each set of ranks that share out heads; each of them holds a run of L rows of it, so that their
+runs, one behind the other, are the chunk. Packed documents are cut like any
 other tokens: where one begins has nothing to do with where a rank's rows begin.
 """
 
@@ -42,14 +44,14 @@ class ShardedSequence:
             raise ValueError(f"seq_len is {seq_len!r}: it must be a whole number of tokens")
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}: a sequence has at least one token")
-        rows = -(-seq_len // mesh.size)
+        rows = -(-seq_len // mesh.size) * mesh.heads
         if rows > UNBOUNDED:
             raise ValueError(
-                f"seq_len is {seq_len}: {rows} rows on each of {mesh.size} ranks are more than "
+                f"seq_len is {seq_len}: {rows} rows in each of {mesh.chunks} chunks are more than "
                 f"the {UNBOUNDED} that kernels can count; use more ranks"
             )
         self.mesh = mesh
-        self.layout = Layout(layout, seq_len, mesh.size, rows)
+        self.layout = Layout(layout, seq_len, mesh.chunks, rows)
         self.documents = _documents(seq_len, cu_seqlens, document_lengths)
         # How many sequences with documents the ranks had agreed on with this one.
         self._agreed: int | None = None
@@ -65,12 +67,17 @@ class ShardedSequence:
     @property
     def rows(self) -> int:
         """Rows L of every rank's shard, padding included."""
-        return self.layout.rows
+        return self.layout.rows // self.mesh.heads
 
     @property
     def real_rows(self) -> int:
         """Rows of this rank's shard that hold tokens; the others, behind them, are padding."""
-        return self.layout.rows_in(self.mesh.rank)
+        return len(self._positions(self.mesh.rank))
+
+    def _positions(self, rank: int) -> Tensor:
+        """Global positions of the real rows of a rank, rising: its run of the rows of its chunk."""
+        chunk, part = divmod(rank, self.mesh.heads)
+        return chunk_positions(self.layout, chunk)[part * self.rows : (part + 1) * self.rows]
 
     def __repr__(self) -> str:
         packed = "" if self.documents is None else f" in {self.documents.count} documents"
@@ -123,7 +130,7 @@ class ShardedSequence:
         """
         self._require("tensor", tensor, dim, self.seq_len)
         _refuse_grad(tensor, "shard")
-        mine = chunk_positions(self.layout, self.mesh.rank).to(tensor.device)
+        mine = self._positions(self.mesh.rank).to(tensor.device)
         shard = tensor.index_select(dim, mine)
         missing = self.rows - len(mine)
         return shard if missing == 0 else torch.cat([shard, _filled(shard, dim, missing, 0)], dim)
@@ -155,7 +162,7 @@ class ShardedSequence:
         shape[dim] = self.seq_len
         whole = tensor.new_empty(shape)
         for rank, part in enumerate(parts):
-            positions = chunk_positions(self.layout, rank).to(tensor.device)
+            positions = self._positions(rank).to(tensor.device)
             whole.index_copy_(dim, positions, part.narrow(dim, 0, len(positions)))
         return whole
 
@@ -164,7 +171,7 @@ class ShardedSequence:
 
         int64 [L]; 0 for rows of no document and for padding.
         """
-        mine = chunk_positions(self.layout, self.mesh.rank)
+        mine = self._positions(self.mesh.rank)
         ids = torch.zeros(self.rows, dtype=torch.int64, device="cpu")
         ids[: len(mine)] = mine if self.documents is None else self.documents.place(mine)[0]
         return ids.to(device) if device is not None else ids
@@ -183,7 +190,7 @@ class ShardedSequence:
         self._require("input_ids", input_ids, dim, self.seq_len)
         if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
             raise ValueError(f"input_ids is {input_ids.dtype}: labels are made from integer tokens")
-        mine = chunk_positions(self.layout, self.mesh.rank)
+        mine = self._positions(self.mesh.rank)
         last = mine == self.seq_len - 1 if self.documents is None else self.documents.place(mine)[1] <= 0
         following = (mine + 1).clamp_(max=self.seq_len - 1).to(input_ids.device)
         labels = input_ids.index_select(dim, following).to(torch.int64)
@@ -199,7 +206,7 @@ class ShardedSequence:
         if self.documents is None or self.documents.lengths is None:
             return tensor
         if tensor.device not in self._gaps:
-            mine = chunk_positions(self.layout, self.mesh.rank)
+            mine = self._positions(self.mesh.rank)
             gaps = torch.zeros(self.rows, dtype=torch.bool, device="cpu")
             gaps[: len(mine)] = self.documents.place(mine)[1] < 0
             self._gaps[tensor.device] = gaps.to(tensor.device)

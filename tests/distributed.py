@@ -76,23 +76,32 @@ class Case:
     softcap: float = 0.0
     dropout_p: float = 0.0
     dropout_seed: int = 0
+    heads: int = 1  # ranks of the head axis
+    head_groups: int | str = "auto"
 
     @property
     def ranks(self) -> int:
-        return self.tile.ranks
+        return self.heads * self.tile.ranks
 
     @property
     def chunks(self) -> Layout:
-        """Which tokens each rank holds."""
-        return Layout(self.layout, self.shape.S, self.ranks, -(-self.shape.S // self.ranks))
+        """Which tokens the ranks of each head axis hold together."""
+        return self._layout(self.layout, self.shape.S)
 
     @property
     def key_chunks(self) -> Layout:
-        """Which keys each rank holds."""
-        if self.kv_layout is None:
-            return self.chunks
-        keys = self.shape.seq_len_k
-        return Layout(self.kv_layout, keys, self.ranks, -(-keys // self.ranks))
+        """Which keys they hold."""
+        return self.chunks if self.kv_layout is None else self._layout(self.kv_layout, self.shape.seq_len_k)
+
+    def _layout(self, kind: LayoutKind, seq_len: int) -> Layout:
+        return Layout(kind, seq_len, self.tile.ranks, self.heads * -(-seq_len // self.ranks))
+
+    def positions(self, layout: Layout, rank: int) -> list[int]:
+        """Of the tokens that a rank holds: a run of the rows of its chunk, without padding."""
+        chunk, place = divmod(rank, self.heads)
+        rows = layout.rows // self.heads
+        mine = layout.positions(chunk)[place * rows : (place + 1) * rows]
+        return [position for position in mine if position < layout.seq_len]
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -105,7 +114,8 @@ class Case:
         return rule
 
     def __str__(self) -> str:
-        words = [f"P{self.ranks}", str(self.tile), self.layout, "causal" if self.causal else "full"]
+        heads = f"{self.heads}x" if self.heads > 1 else ""
+        words = [f"P{self.ranks}", f"{heads}{self.tile}", self.layout, "causal" if self.causal else "full"]
         words.append(str(self.shape))
         if self.dtype != torch.float64:
             words.append(_name(self.dtype))
@@ -115,6 +125,8 @@ class Case:
             words.append(f"scale{self.softmax_scale:g}")
         if self.window_size != (-1, -1):
             words.append("window{},{}".format(*self.window_size))
+        if self.head_groups != "auto":
+            words.append(f"groups{self.head_groups}")
         if self.softcap:
             words.append(f"softcap{self.softcap:g}")
         if self.dropout_p:
@@ -151,6 +163,7 @@ def _dense(case: Case, computed: torch.dtype) -> Results:
 def _global(case: Case) -> Case:
     """The case without what dense attention does not know, so that results are kept for all of those."""
     same = {"tile": Tile(1, 1), "layout": "striped", "reduce_dtype": None, "ring": False}
+    same |= {"heads": 1, "head_groups": "auto"}
     return replace(case, **same, kv_layout=None if case.kv_layout is None else "striped")
 
 
@@ -172,15 +185,23 @@ def local_rows(case: Case, rank: int, tensor: Tensor, *, keys: bool = False) -> 
     layout, packed = case.chunks, case.documents
     if keys and case.kv_layout is not None:
         layout, packed = case.key_chunks, case.kv_documents
-    real = layout.rows_in(rank)
-    rows = tensor.new_full((tensor.shape[0], layout.rows, *tensor.shape[2:]), float("nan"))
+    positions = case.positions(layout, rank)
+    size = layout.rows // case.heads
+    rows = tensor.new_full((tensor.shape[0], size, *tensor.shape[2:]), float("nan"))
     if packed is not None:
         used = packed.positions()
         tensor = torch.full_like(tensor, float("nan")).index_copy(
             1, torch.tensor(used, dtype=torch.int64), tensor[:, used]
         )
-    rows[:, :real] = tensor[:, list(layout.positions(rank))[:real]]
+    rows[:, : len(positions)] = tensor[:, positions]
     return rows
+
+
+def build_mesh(group: Any, case: Case, **options: Any) -> AttentionMesh:
+    """The mesh of a case."""
+    return ma.init_attention_mesh(
+        group, tile=case.tile, heads=case.heads, head_groups=case.head_groups, **options
+    )
 
 
 def sequences(mesh: AttentionMesh, case: Case) -> tuple[ma.ShardedSequence, ma.ShardedSequence | None]:
@@ -236,11 +257,14 @@ def run_cases(
         inputs_of(case.shape, case.dtype, case.seed)
 
     def on_rank(group: Any) -> list[Results]:
-        meshes = {
-            tile: ma.init_attention_mesh(group, tile=tile, timeout=timeout)
-            for tile in sorted({case.tile for case in cases})
-        }
-        return [run_case(meshes[case.tile], case, **options) for case in cases]
+        meshes: dict[tuple[Any, ...], AttentionMesh] = {}
+        results = []
+        for case in cases:
+            axes = case.heads, case.tile, case.head_groups
+            if axes not in meshes:
+                meshes[axes] = build_mesh(group, case, timeout=timeout)
+            results.append(run_case(meshes[axes], case, **options))
+        return results
 
     by_rank = run_ranks(ranks, on_rank, backend, timeout=timeout)
     return [[results[number] for results in by_rank] for number in range(len(cases))]
@@ -265,12 +289,12 @@ def assemble(case: Case, by_rank: Sequence[Results]) -> Results:
     for rank, results in enumerate(by_rank):
         for name, tensor in results._asdict().items():
             layout = _layout_of(case, name)
-            real = layout.rows_in(rank)
-            positions = list(layout.positions(rank))[:real]
+            positions = case.positions(layout, rank)
+            real, held = len(positions), layout.rows // case.heads
             rows, padding = (2, float("-inf")) if name == "lse" else (1, 0.0)
             assert tensor.dtype == whole[name].dtype, f"{name} of rank {rank} is {tensor.dtype}"
-            assert tensor.shape[rows] == layout.rows, f"{name} of rank {rank} is {list(tensor.shape)}"
-            padded = tensor.narrow(rows, real, layout.rows - real)
+            assert tensor.shape[rows] == held, f"{name} of rank {rank} is {list(tensor.shape)}"
+            padded = tensor.narrow(rows, real, held - real)
             assert torch.equal(padded, torch.full_like(padded, padding)), (
                 f"{case}: padding rows of {name} on rank {rank} must be {padding}"
             )

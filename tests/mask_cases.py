@@ -1,4 +1,4 @@
-"""Random cases over the cross product of ranks, tiles, layouts, lengths and masks."""
+"""Random cases over the cross product of ranks, axes, layouts, lengths and masks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cases import Shape
 from distributed import LAYOUTS, Case, Packed
 from meshattn.plan.assignment import tiles
 
-HEADS = [(1, 1), (2, 1), (3, 3), (4, 2), (5, 1)]  # H, H_kv
+HEADS = [(1, 1), (2, 1), (3, 3), (4, 2), (5, 1), (6, 3)]  # H, H_kv
 HEAD_DIMS = [(8, None), (16, 8), (8, 24)]  # D, D_v
 TYPES = [
     (torch.float32, None),
@@ -39,6 +39,9 @@ def mask_cases(draw: st.DrawFn, most_ranks: int = 6, longest: int = 33) -> Case:
     tile = draw(st.sampled_from(tiles(draw(st.integers(1, most_ranks)))))
     seq_len, layout = draw(st.integers(1, longest)), draw(st.sampled_from(LAYOUTS))
     heads, kv_heads = draw(st.sampled_from(HEADS))
+    axis = draw(
+        st.sampled_from([w for w in range(1, heads + 1) if heads % w == 0 and w * tile.ranks <= most_ranks])
+    )
     head_dim, head_dim_v = draw(st.sampled_from(HEAD_DIMS))
     keys = draw(st.integers(1, longest)) if draw(st.booleans()) else None
     count = draw(st.integers(0, 6))  # documents
@@ -58,6 +61,7 @@ def mask_cases(draw: st.DrawFn, most_ranks: int = 6, longest: int = 33) -> Case:
         softcap=draw(st.sampled_from([0.0, 0.0, 0.0, 0.5, 20.0])),
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.0, 0.2, 0.7])),
         dropout_seed=draw(st.sampled_from([0, 2**64 - 1])),
+        heads=axis,
     )
 
 

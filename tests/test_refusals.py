@@ -356,7 +356,7 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
     "more-rows-than-kernels-count": (
         lambda m: m.sequence(RANKS * 2**30 + 1),
         ValueError,
-        ("seq_len is 3221225473", "1073741825 rows on each of 3 ranks", "use more ranks"),
+        ("seq_len is 3221225473", "1073741825 rows in each of 3 chunks", "use more ranks"),
     ),
     "layout": (
         lambda m: m.sequence(8, layout="spiral"),
@@ -465,7 +465,27 @@ MESHES: dict[str, tuple[Callable[[SimulatedGroup], Any], type[Exception], Words]
         ("(1, 3, 1)", "(a, b)"),
     ),
     "tile-of-zero": (lambda g: ma.init_attention_mesh(g, tile=(0, 3)), ValueError, ("0x3", "at least 1")),
-    "heads": (lambda g: ma.init_attention_mesh(g, heads=3), NotImplementedError, ("heads=3", "use heads=1")),
+    "heads": (
+        lambda g: ma.init_attention_mesh(g, heads=2),
+        ValueError,
+        ("heads=2 must divide the 3 ranks", "use one of 1, 3"),
+    ),
+    "heads-text": (lambda g: ma.init_attention_mesh(g, heads="auto"), ValueError, ("heads='auto'", "1, 3")),  # type: ignore[arg-type]
+    "tile-beside-heads": (
+        lambda g: ma.init_attention_mesh(g, heads=3, tile=(1, 3)),
+        ValueError,
+        ("tile 1x3 needs 9 ranks with heads=3 but the mesh has 3", "use one of 1x1"),
+    ),
+    "head-groups": (
+        lambda g: ma.init_attention_mesh(g, heads=3, head_groups=0),
+        ValueError,
+        ("head_groups=0", "from 1 on, or 'auto'"),
+    ),
+    "head-groups-alone": (
+        lambda g: ma.init_attention_mesh(g, head_groups=2),
+        ValueError,
+        ("head_groups=2 without a head axis", "pass heads="),
+    ),
     "transport": (
         lambda g: ma.init_attention_mesh(g, transport="pigeon"),
         ValueError,

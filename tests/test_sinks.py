@@ -11,7 +11,7 @@ from torch import Tensor
 
 import meshattn as ma
 from cases import Results, Shape
-from distributed import Case, Packed, assemble, inputs_of, local_inputs, sequences
+from distributed import Case, Packed, assemble, build_mesh, inputs_of, local_inputs, sequences
 from mask_cases import mask_cases
 from meshattn import reference
 from meshattn.plan.assignment import Tile
@@ -30,7 +30,7 @@ def run(case: Case, sinks: Tensor | None, **options: Any) -> tuple[Results, list
     """Global results, and the gradient of the sinks on every rank."""
 
     def on_rank(group: Any) -> tuple[Results, Tensor]:
-        mesh = ma.init_attention_mesh(group, tile=case.tile)
+        mesh = build_mesh(group, case)
         seq, kv_seq = sequences(mesh, case)
         *leaves, do = local_inputs(case, mesh.rank)
         leaves = [x.requires_grad_() for x in leaves]

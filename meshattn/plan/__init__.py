@@ -17,6 +17,7 @@ from .cost import (
     traffic,
 )
 from .greedy import build
+from .heads import HeadSplit, exchange, exchange_memory, head_groups, inner_shape
 from .hops import Hops, Paths, Reach, Visibility, hops_of
 from .makespan import makespan
 from .route import Route, route
@@ -30,6 +31,7 @@ __all__ = [
     "Channels",
     "Costs",
     "Direction",
+    "HeadSplit",
     "Hops",
     "Memory",
     "Merge",
@@ -48,7 +50,11 @@ __all__ = [
     "check",
     "choose_tile",
     "costs",
+    "exchange",
+    "exchange_memory",
+    "head_groups",
     "hops_of",
+    "inner_shape",
     "lower_bound",
     "makespan",
     "memory",

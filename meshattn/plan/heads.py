@@ -105,7 +105,7 @@ def head_groups(shape: CallShape, ranks: int) -> int:
     return min(divisors, key=lambda groups: (num_bytes // groups + groups * GROUP_COST, groups))
 
 
-def pays_to_share(direction: Direction, shape: CallShape, ranks: int, groups: int, tile: Tile) -> bool:
+def pays_to_share_heads(direction: Direction, shape: CallShape, ranks: int, groups: int, tile: Tile) -> bool:
     """Whether the attention of a group should leave an eighth of the GPU to the exchanges beside it, as
     ``cost.pays_to_share`` has it for the blocks beside a transfer."""
     attention = costs(direction, inner_shape(shape, ranks, groups)).block * tile.ranks

@@ -27,7 +27,7 @@ class Message:
     """One exchange, as seen by one rank; ranks are counted inside the mesh, 0 to P - 1."""
 
     phase: str  # "forward" or "backward"
-    axis: str  # "row" or "col"
+    axis: str  # "row", "col" or "heads"
     flow: str  # "inward" (chunks) or "outward" (partial results)
     label: str  # names the exchange for people: "forward step 3, kv #2"
     to: int
@@ -83,6 +83,25 @@ class Handle(Protocol):
         be refilled."""
 
 
+Exchange = tuple[Message, Sequence[Tensor] | None, Tensor | None]
+"""A message, what is sent, and where it is received."""
+
+
+class _All:
+    """Several started exchanges."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+    def release(self) -> None:
+        for handle in self._handles:
+            handle.release()
+
+
 class Transport(ABC):
     """Exchanges between the ranks of one mesh; all ranks start the same exchanges in the same order."""
 
@@ -113,10 +132,22 @@ class Transport(ABC):
         A half that is None does not take place, and its peer leaves it out too. Every rank starts every
         exchange all the same, also one of which nothing is left for it.
         """
+        self._count(message, send, recv)
+        return self._exchange(message, send, recv)
+
+    def start_together(self, exchanges: Sequence[Exchange]) -> Handle:
+        """Start several exchanges, as `start` does one, which may run side by side."""
+        for exchange in exchanges:
+            self._count(*exchange)
+        return self._exchange_together(exchanges)
+
+    def _count(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> None:
         assert all(x.is_contiguous() for x in send or ()), message.label
         assert recv is None or recv.is_contiguous(), message.label
         self.traffic.count(message, send, recv)
-        return self._exchange(message, send, recv)
+
+    def _exchange_together(self, exchanges: Sequence[Exchange]) -> Handle:
+        return _All([self._exchange(*exchange) for exchange in exchanges])
 
     @abstractmethod
     def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> Handle: ...

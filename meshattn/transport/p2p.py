@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshattn.packing import packed_bytes
-from meshattn.transport.base import Message, Transport, TransportError
+from meshattn.transport.base import Exchange, Message, Transport, TransportError
 from meshattn.transport.nccl import NcclGroup
 
 # gloo matches by tag; a running number keeps a rank that skipped an exchange from pairing with a later one
@@ -18,10 +18,10 @@ _TAGS = 2**31
 
 
 class _P2PHandle:
-    def __init__(self, where: str, works: Sequence[dist.Work], buffers: tuple[Tensor | None, ...]) -> None:
+    def __init__(self, where: str, works: Sequence[dist.Work], buffers: Sequence[Tensor]) -> None:
         self._where = where
         self._works = works
-        self._buffers = buffers  # kept alive until both halves are done
+        self._buffers = buffers  # kept alive until all is done
 
     def wait(self) -> None:
         for work in self._works:
@@ -63,26 +63,18 @@ class P2PTransport(Transport):
             self.multiprocessors = NcclGroup.MULTIPROCESSORS
         self._members = tuple(members)
         self._names = tuple(names)
-        self._count = 0
+        self._exchanges = 0
         self._timeout = timeout
         self._nccl: NcclGroup | None = None
 
     def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> _P2PHandle:
-        packed = None if send is None else packed_bytes(send)
-        tag = self._count % _TAGS
-        self._count += 1
-        to, source = self._members[message.to], self._members[message.source]
-        where = (
-            f"{message.label}: the exchange to rank {self._names[message.to]} and from rank "
-            f"{self._names[message.source]}"
-        )
-        halves = [(dist.isend, packed, to), (dist.irecv, recv, source)]
-        operations = [
-            dist.P2POp(operation, buffer, group=self.group, tag=tag, group_peer=peer)
-            for operation, buffer, peer in halves
-            if buffer is not None
-        ]
-        nccl = self._nccl_of(packed if packed is not None else recv)
+        return self._exchange_together([(message, send, recv)])
+
+    def _exchange_together(self, exchanges: Sequence[Exchange]) -> _P2PHandle:
+        operations = [operation for exchange in exchanges for operation in self._operations(*exchange)]
+        buffers = [operation.tensor for operation in operations]
+        where = f"{exchanges[0][0].label}: {self._peers([message for message, _, _ in exchanges])}"
+        nccl = self._nccl_of(buffers)
         begun = None if nccl is None else nccl.begin()
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
@@ -90,13 +82,33 @@ class P2PTransport(Transport):
             raise _failed(where, str(error)) from error
         if nccl is not None:
             nccl.follow(where, begun, works)
-        return _P2PHandle(where, works, (packed, recv))
+        return _P2PHandle(where, works, buffers)
 
-    def _nccl_of(self, buffer: Tensor | None) -> NcclGroup | None:
-        if buffer is None or buffer.device.type != "cuda" or not self.uses_nccl:
+    def _operations(
+        self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None
+    ) -> list[dist.P2POp]:
+        tag = self._exchanges % _TAGS
+        self._exchanges += 1
+        packed = None if send is None else packed_bytes(send)
+        halves = [(dist.isend, packed, message.to), (dist.irecv, recv, message.source)]
+        return [
+            dist.P2POp(operation, buffer, group=self.group, tag=tag, group_peer=self._members[peer])
+            for operation, buffer, peer in halves
+            if buffer is not None
+        ]
+
+    def _peers(self, messages: Sequence[Message]) -> str:
+        if len(messages) == 1:
+            to, source = self._names[messages[0].to], self._names[messages[0].source]
+            return f"the exchange to rank {to} and from rank {source}"
+        ranks = ", ".join(str(self._names[message.to]) for message in messages)
+        return f"the exchange with ranks {ranks}"
+
+    def _nccl_of(self, buffers: Sequence[Tensor]) -> NcclGroup | None:
+        if not buffers or buffers[0].device.type != "cuda" or not self.uses_nccl:
             return None
         if self._nccl is None:
-            self._nccl = NcclGroup(self.group, buffer.device, self._timeout)
+            self._nccl = NcclGroup(self.group, buffers[0].device, self._timeout)
         return self._nccl
 
     @cached_property

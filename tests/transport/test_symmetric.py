@@ -347,7 +347,7 @@ def on_copy_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CopyEngine
     memories: dict[int, SharedMemory] = {}
     lock = threading.Lock()
 
-    def transports(mesh: Any, tile: Tile, device: torch.device, paths: Paths) -> dict[str, Any]:
+    def of(mesh: Any) -> Any:
         whole = mesh.connection.transport
         assert isinstance(whole, ThreadTransport)
         if not hasattr(mesh, "fake_engine"):
@@ -363,9 +363,13 @@ def on_copy_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CopyEngine
             )
             mesh.fake_transport = SymmetricTransport(mesh.fake_engine, whole, whole.traffic)
             engines.append(mesh.fake_engine)
-        return dict.fromkeys(("row", "col"), mesh.fake_transport)
+        return mesh.fake_transport
+
+    def transports(mesh: Any, tile: Tile, device: torch.device, paths: Paths) -> dict[str, Any]:
+        return dict.fromkeys(("row", "col"), of(mesh))
 
     monkeypatch.setattr(ma.AttentionMesh, "transports", transports)
+    monkeypatch.setattr(ma.AttentionMesh, "head_transport", lambda mesh, device: of(mesh))
     yield engines
     for engine in engines:
         engine.close()
@@ -394,6 +398,26 @@ def test_the_engine_gives_the_same_bits(tile: Tile, on_copy_engines: list[CopyEn
     again = run_cases(cases)
     for first, second in zip(mine, again, strict=True):
         assert_same_bits(first, second)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    ("heads", "tile"), [(2, Tile(1, 1)), (3, Tile(1, 1)), (2, Tile(2, 1)), (2, Tile(1, 2))], ids=str
+)
+def test_exchanges_of_heads(heads: int, tile: Tile, on_copy_engines: list[CopyEngine]) -> None:
+    """With every peer of the axis, one group in while another goes out, beside the rings of a tile."""
+    shape = Shape(B=2, S=29, H=12, H_kv=6, D=8)
+    cases = [
+        Case(tile, shape, dtype=torch.float32, heads=heads, head_groups=1),
+        Case(tile, replace(shape, S=43, H_kv=12), "zigzag", dtype=torch.bfloat16, heads=heads, head_groups=2),
+        Case(tile, shape, "contiguous", dtype=torch.float32, window_size=(4, 0), heads=heads, head_groups=1),
+        Case(tile, replace(shape, H_kv=1), dtype=torch.bfloat16, heads=heads, head_groups=1),
+    ]
+    mine, again = run_cases(cases), run_cases(cases)
+    assert not any(e.watch.failure for e in on_copy_engines)
+    for case, by_rank, others in zip(cases, mine, again, strict=True):
+        assert_equals_oracle(case, by_rank)
+        assert_same_bits(by_rank, others)
 
 
 @pytest.mark.timeout(60)

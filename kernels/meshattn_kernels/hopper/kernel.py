@@ -67,7 +67,8 @@ class HopperKernel:
     ) -> tuple[Tensor, ...]:
         if kind == "dq":
             return (finished_dq(acc["dq"], dtype, float(softmax_scale)),)
-        if all(acc[name].dtype == dtype for name in ("out", "dk", "dv") if name in acc):
+        finished = dtype != torch.float32  # accumulators are no results, also if one asks for their type
+        if finished and all(acc[name].dtype == dtype for name in ("out", "dk", "dv") if name in acc):
             return tuple(tensor for name, tensor in acc.items() if name != "lse")
         if kind == "out":
             return (acc["out"].to(dtype),)
