@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from .cost import CallShape, traffic
 from .heads import exchange, inner_shape
-from .placement import MeshAxis, Placement
+from .placement import ORDER, Placement
 from .schedule import Direction
 from .topology import Topology
 
@@ -41,36 +43,58 @@ class LinkUse:
         )
 
 
+Counts = tuple[int, int, int]
+"""Exchanges along heads, row and col."""
+
+
+@lru_cache(maxsize=4096)
+def _counts(placement: Placement) -> tuple[list[Counts], list[Counts], list[Counts], Counts]:
+    """To how many peers goes what leaves a GPU inside its node, a network card, a node, and all nodes; of
+    GPUs, cards and nodes one of each kind."""
+    ports, cards, nodes = Counter[tuple[int, int]](), Counter[Any](), Counter[Any]()
+    for number, axis in enumerate(ORDER):
+        if placement.cut.size(axis) > 1:
+            for offset in range(1, placement.cut.heads) if axis == "heads" else (-1,):
+                for rank, peer in enumerate(placement.peers(axis, offset)):
+                    if placement.node(rank) == placement.node(peer):
+                        ports[rank, number] += 1
+                    else:
+                        cards[placement.card(rank), number] += 1
+                        nodes[placement.node(rank), number] += 1
+
+    def kinds(counts: Counter[Any]) -> list[Counts]:
+        names = dict.fromkeys(name for name, _ in counts)
+        return list({(counts[name, 0], counts[name, 1], counts[name, 2]): None for name in names})
+
+    everything: Counts = tuple(  # type: ignore[assignment]
+        sum(count for (_, number), count in nodes.items() if number == wanted) for wanted in range(3)
+    )
+    return kinds(ports), kinds(cards), kinds(nodes), everything
+
+
 def link_use(direction: Direction, shape: CallShape, placement: Placement, topology: Topology) -> LinkUse:
     """``shape`` as outside: ``rows`` of a rank, all heads. Masks that leave hops out are not looked at."""
     cut = placement.cut
     inner = inner_shape(shape, cut.heads) if cut.heads > 1 else shape
-    flows: list[tuple[MeshAxis, int, int]] = [
-        (axis, -1, part.num_bytes) for (axis, _), part in traffic(direction, cut.tile, inner).items()
-    ]
+    moved: Counter[str] = Counter()  # bytes to one peer
+    for (axis, _), part in traffic(direction, cut.tile, inner).items():
+        moved[axis] += part.num_bytes
     if cut.heads > 1:
         parts = exchange(direction, shape, cut.heads).values()
-        each = sum(part.num_bytes for part in parts) // (cut.heads - 1)
-        flows += [("heads", place, each) for place in range(1, cut.heads)]
-    ports: Counter[int] = Counter()
-    cards: Counter[tuple[int, int]] = Counter()
-    nodes: Counter[int] = Counter()
-    for axis, offset, num_bytes in flows:
-        if not num_bytes:
-            continue
-        for rank, peer in enumerate(placement.peers(axis, offset)):
-            if placement.node(rank) == placement.node(peer):
-                ports[rank] += num_bytes
-            else:
-                cards[placement.card(rank)] += num_bytes
-                nodes[placement.node(rank)] += num_bytes
-    port, card = max(ports.values(), default=0), max(cards.values(), default=0)
+        moved["heads"] = sum(part.num_bytes for part in parts) // (cut.heads - 1)
+    sizes = [moved[axis] for axis in ORDER]
+
+    def num_bytes(counts: Counts) -> int:
+        return sum(count * size for count, size in zip(counts, sizes, strict=True))
+
+    ports, cards, nodes, everything = _counts(placement)
+    port, card = max(map(num_bytes, ports), default=0), max(map(num_bytes, cards), default=0)
     return LinkUse(
-        rank=sum(num_bytes for *_, num_bytes in flows),
+        rank=num_bytes((cut.heads - 1, 1, 1)),
         port=port,
         card=card,
-        node=max(nodes.values(), default=0),
-        leaving=sum(nodes.values()),
+        node=max(map(num_bytes, nodes), default=0),
+        leaving=num_bytes(everything),
         port_us=port / (1e3 * topology.inside.gb_per_s),
         card_us=card / (1e3 * topology.between.gb_per_s),
     )

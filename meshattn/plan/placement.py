@@ -85,13 +85,10 @@ class Placement:
 
     def peers(self, axis: MeshAxis, offset: int) -> tuple[int, ...]:
         """For each rank the one at ``offset`` along an axis."""
-        back = -1 if axis in self.turned else 1
+        step = -offset if axis in self.turned else offset
         size, stride = self.cut.size(axis), self._strides[axis]
-        found = []
-        for rank in range(self.ranks):
-            at = self.coordinate(rank, axis)
-            found.append(rank + ((at + back * offset) % size - at) * stride)
-        return tuple(found)
+        moves = [((at + step) % size - at) * stride for at in range(size)]
+        return tuple(rank + moves[rank // stride % size] for rank in range(self.ranks))
 
     def node(self, rank: int) -> int:
         return rank // self.gpus_per_node
