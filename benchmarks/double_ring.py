@@ -13,18 +13,18 @@ from itertools import count
 from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape, accumulator_bytes, payload_bytes
 from meshattn.plan.placement import Cut, Placement
-from meshattn.plan.program import Entry, Exchange, Kernel, Program, Wait, block_times
 from meshattn.plan.schedule import Direction
+from meshattn.plan.script import Entry, Exchange, Kernel, Script, Wait, block_times
 from meshattn.plan.topology import Topology
 
 
-def double_ring(direction: Direction, shape: CallShape, ranks: int, topology: Topology) -> Program:
+def double_ring(direction: Direction, shape: CallShape, ranks: int, topology: Topology) -> Script:
     """One pass of ``ranks`` ranks, whole nodes of them; partials of keys and values follow their chunk."""
     inner = min(topology.gpus_per_node, ranks)
     cut = Cut(1, Tile(inner, ranks // inner))
     placement = Placement(cut, ("row", "col", "heads"), topology.gpus_per_node, topology.gpus_per_nic)
     entries = tuple(_entries(direction, shape, cut.tile, topology))
-    return Program(f"{direction}, double ring of {ranks}", placement, entries, shares=False)
+    return Script(f"{direction}, double ring of {ranks}", placement, entries, shares=False)
 
 
 def _entries(direction: Direction, shape: CallShape, tile: Tile, topology: Topology) -> Iterator[Entry]:

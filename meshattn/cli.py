@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from meshattn import __version__
 from meshattn.advice import NEAR, compare_layouts
-from meshattn.cli_plan import add_plan, plan_command, size
+from meshattn.cli_plan import add_calibrate, add_plan, calibrate_command, plan_command, size
 from meshattn.plan.assignment import Assignment, Tile, tiles
 from meshattn.plan.cost import CallShape, choose_tile, costs
 from meshattn.plan.greedy import build
@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        print(COMMANDS[args.command](args), flush=True)
+        said = COMMANDS[args.command](args)
+        if said:
+            print(said, flush=True)
     except ValueError as error:
         parser.error(str(error))
     except BrokenPipeError:  # `meshattn ... | head` has read enough; nothing may be flushed at exit either
@@ -47,6 +49,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_plan(plan)
     _add_shape(plan)
+
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure the links and kernels of the ranks that torchrun starts",
+        description="Measure a topology for `meshattn plan` by the library's own transports and kernels, on "
+        "all ranks at once. Start it with torchrun.",
+    )
+    add_calibrate(calibrate)
 
     schedule = commands.add_parser(
         "schedule",
@@ -272,4 +282,10 @@ def _plan(args: argparse.Namespace) -> str:
     return plan_command(args, _shape(args))
 
 
-COMMANDS = {"plan": _plan, "schedule": _schedule, "assignment": _assignment, "layouts": _layouts}
+COMMANDS = {
+    "plan": _plan,
+    "calibrate": calibrate_command,
+    "schedule": _schedule,
+    "assignment": _assignment,
+    "layouts": _layouts,
+}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshattn.plan.cost import CallShape
 from meshattn.plan.planner import BOTH, Prediction, Question, plan, why
-from meshattn.plan.program import pace_of, pass_program
+from meshattn.plan.script import pace_of, pass_script
 from meshattn.plan.timeline import Timeline, run
 from meshattn.plan.topology import load_topology, presets
 from meshattn.plan.trace import write_trace
@@ -88,7 +88,7 @@ def _recorded(question: Question, best: Prediction) -> list[Timeline]:
     pace = pace_of(question.topology, best.cut, best.order)
     return [
         run(
-            pass_program(direction, question.shape, best.cut, question.topology, order=best.order, pace=pace),
+            pass_script(direction, question.shape, best.cut, question.topology, order=best.order, pace=pace),
             question.topology,
             record=True,
         )
@@ -127,4 +127,40 @@ def _table(found: Sequence[Prediction]) -> str:
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
+    )
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command that measures a topology."""
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the topology goes")
+    parser.add_argument("--name", default="measured", help="what it is called")
+    parser.add_argument("--rows", type=size, nargs="+", default=[], help="of the blocks that are timed")
+    parser.add_argument("--heads", type=int, nargs="+", default=[8, 2], help="of the blocks (default 8 2)")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--group", type=int, default=1, help="query heads of a key/value head (default 1)")
+    parser.add_argument("--per-node", type=int, help="ranks of a node, where nodes are parts of one machine")
+
+
+def calibrate_command(args: argparse.Namespace) -> str:
+    """Measure, and write the file on rank 0."""
+    import torch.distributed as dist
+
+    from meshattn.calibrate import calibrate, join, sizes_of
+
+    device = join()
+    sizes = sizes_of(device, args.rows, args.heads, args.head_dim, args.group)
+    topology = calibrate(sizes, device, name=args.name, per_node=args.per_node)
+    first = dist.get_rank() == 0
+    if first:
+        args.out.write_text(topology.text())
+    dist.barrier()
+    dist.destroy_process_group()
+    if not first:
+        return ""
+    inside, between = topology.inside, topology.between
+    return (
+        f"written to {args.out}: {topology.gpus_per_node} ranks a node; inside {inside.gb_per_s:.2f} GB/s "
+        f"and {inside.latency_us:.0f} us, "
+        f"between {between.gb_per_s:.2f} GB/s and {between.latency_us:.0f} us; "
+        f"{len(topology.kernels.blocks)} blocks of kernel {topology.kernels.kernel}"
     )

@@ -95,7 +95,7 @@ def draw_timeline(timelines: Sequence[Timeline], path: Path, *, most_ranks: int 
         axis.set_ylim(3 * len(ranks) - 0.4, -0.6)
         axis.set_xlim(0, timeline.total_us / 1e3)
         axis.set_title(
-            f"{timeline.program.name}: {timeline.total_us / 1e3:.1f} ms, "
+            f"{timeline.script.name}: {timeline.total_us / 1e3:.1f} ms, "
             f"{timeline.exposed_us / 1e3:.1f} ms without compute",
             fontsize=10,
             loc="left",

@@ -18,8 +18,8 @@ from .hops import Visibility
 from .kernel_times import BlockPass
 from .links import LinkUse, link_use
 from .placement import ORDER, Cut, MeshAxis, Placement
-from .program import block_times, pace_of, pass_program
 from .schedule import Direction
+from .script import block_times, pace_of, pass_script
 from .timeline import run
 from .topology import Topology
 
@@ -160,12 +160,12 @@ class Question:
         total = compute = exposed = 0.0
         exchanges = 0
         for direction in self.passes:
-            program = pass_program(direction, self.shape, cut, self.topology, order=order, pace=pace)
-            timeline = run(program, self.topology)
+            script = pass_script(direction, self.shape, cut, self.topology, order=order, pace=pace)
+            timeline = run(script, self.topology)
             total += timeline.total_us
             compute += max(timeline.compute_us)
             exposed += timeline.exposed_us
-            exchanges += program.num_exchanges
+            exchanges += script.num_exchanges
         return Prediction(
             cut=cut,
             order=order,
@@ -199,7 +199,7 @@ def rank_candidates(
 ) -> list[Prediction]:
     """The best first; all that may be among the first ``at_least``, and those that were emulated on the way.
 
-    Equal times are in order of bytes, then of buffers, then of the axes.
+    Equal times are in order of bytes, of those that leave nodes, then of buffers.
     """
     bounds = sorted(
         (question.bound_us(cut, order), question.memory(cut), number)
@@ -210,8 +210,13 @@ def rank_candidates(
         if len(found) >= at_least and bound > found[at_least - 1].total_us:
             break
         found.append(question.predict(*candidates[number]))
-        found.sort(key=lambda each: (each.total_us, each.links.rank, each.memory, each.cut, each.order))
+        found.sort(key=_preference)
     return found
+
+
+def _preference(each: Prediction) -> tuple[object, ...]:
+    links = each.links
+    return each.total_us, links.rank, links.leaving, each.memory, each.cut, each.order
 
 
 def plan(
@@ -233,7 +238,7 @@ def plan(
         same = [each for each in every if each[0] == wanted]
         if same and all(each.cut != wanted for each in found):
             found += rank_candidates(question, same)[:1]
-    return sorted(found, key=lambda each: each.total_us)
+    return sorted(found, key=_preference)
 
 
 def _within(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .placement import MeshAxis
-from .program import Exchange, Kernel, Program, Wait
+from .script import Exchange, Kernel, Script, Wait
 from .topology import Topology
 
 Key = tuple[MeshAxis, int]
@@ -44,7 +44,7 @@ class Event:
 class Timeline:
     """The times of one pass, in microseconds, one entry for each kind of rank."""
 
-    program: Program
+    script: Script
     kind: tuple[int, ...]
     """Of each rank."""
     total_us: float
@@ -66,12 +66,12 @@ class Timeline:
 
 
 class Fabric:
-    """Who exchanges with whom over what, for the keys of one program: on one rank of each kind."""
+    """Who exchanges with whom over what, for the keys of one script: on one rank of each kind."""
 
-    def __init__(self, program: Program, topology: Topology, *, every_rank: bool) -> None:
+    def __init__(self, script: Script, topology: Topology, *, every_rank: bool) -> None:
         self.topology = topology
-        self.placement = program.placement
-        exchanges = [entry for entry in program.entries if isinstance(entry, Exchange)]
+        self.placement = script.placement
+        exchanges = [entry for entry in script.entries if isinstance(entry, Exchange)]
         self.keys: tuple[Key, ...] = tuple(dict.fromkeys((e.axis, e.offset) for e in exchanges))
         self.to = {key: self.placement.peers(*key) for key in self.keys}
         self.source = {(axis, offset): self.placement.peers(axis, -offset) for axis, offset in self.keys}
@@ -115,15 +115,15 @@ class Fabric:
             number = len(names)
 
 
-def run(program: Program, topology: Topology, *, record: bool = False) -> Timeline:
+def run(script: Script, topology: Topology, *, record: bool = False) -> Timeline:
     """Emulate a pass; ``record`` keeps what happened when."""
     uneven = any(
         (isinstance(entry, Kernel) and isinstance(entry.us, tuple))
         or (isinstance(entry, Exchange) and entry.sends is not None)
-        for entry in program.entries
+        for entry in script.entries
     )
-    fabric = Fabric(program, topology, every_rank=uneven)
-    return _Run(program, fabric, record).run()
+    fabric = Fabric(script, topology, every_rank=uneven)
+    return _Run(script, fabric, record).run()
 
 
 class _Stream:
@@ -137,8 +137,8 @@ class _Stream:
 
 
 class _Run:
-    def __init__(self, program: Program, fabric: Fabric, record: bool) -> None:
-        self.program = program
+    def __init__(self, script: Script, fabric: Fabric, record: bool) -> None:
+        self.script = script
         self.fabric = fabric
         self.record = record
         self.size = len(fabric.ranks)
@@ -167,7 +167,7 @@ class _Run:
         self.events: list[Event] = []
 
     def run(self) -> Timeline:
-        for entry in self.program.entries:
+        for entry in self.script.entries:
             if isinstance(entry, Kernel):
                 self._kernel(entry)
             elif isinstance(entry, Exchange):
@@ -176,7 +176,7 @@ class _Run:
                 self._wait(entry)
         assert not self.done, f"exchanges {sorted(self.done)} are never waited for"
         return Timeline(
-            program=self.program,
+            script=self.script,
             kind=self.fabric.kind,
             total_us=max(self.now),
             end_us=tuple(self.now),
@@ -189,7 +189,7 @@ class _Run:
         us = entry.us if isinstance(entry.us, tuple) else (entry.us,) * self.size
         taken = max((stream.sm_share for stream in self.crowding.values()), default=0.0)
         if taken and not entry.steady:
-            if self.program.shares:
+            if self.script.shares:
                 us = tuple(each / (1 - taken) for each in us)
             else:  # a kernel that wants the whole GPU begins when the exchanges have ended
                 for number, stream in self.crowding.items():

@@ -47,6 +47,6 @@ def trace_events(timelines: Sequence[Timeline]) -> list[dict[str, Any]]:
 
 def write_trace(timelines: Sequence[Timeline], path: Path) -> None:
     """Write ``trace_events`` of recorded passes as a JSON file."""
-    what = [timeline.program.name for timeline in timelines]
+    what = [timeline.script.name for timeline in timelines]
     data = {"traceEvents": trace_events(timelines), "displayTimeUnit": "ms", "otherData": {"passes": what}}
     path.write_text(json.dumps(data))

@@ -12,7 +12,7 @@ import pytest
 from meshattn.plan import Direction, Tile, payload_bytes
 from meshattn.plan.links import link_use
 from meshattn.plan.placement import Cut
-from meshattn.plan.program import Exchange, Kernel, Mask, Program, block_times, pace_of, pass_program
+from meshattn.plan.script import Exchange, Kernel, Mask, Script, block_times, pace_of, pass_script
 from meshattn.plan.timeline import Fabric, Timeline, run
 from meshattn.plan.topology import Topology
 from meshattn.plan.trace import trace_events, write_trace
@@ -34,7 +34,7 @@ def emulate(
 ) -> Timeline:
     order = cut.orders(topology.gpus_per_node)[-1]
     pace = {"pace": pace_of(topology, cut, order)} if paced else {}
-    return run(pass_program(direction, call(rows), cut, topology, order=order, **pace), topology, **options)
+    return run(pass_script(direction, call(rows), cut, topology, order=order, **pace), topology, **options)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -43,13 +43,13 @@ def test_never_faster_than_kernels_or_the_busiest_link(direction: Direction, cut
     for between, nics in ((1.0, 1), (50.0, 2), (1000.0, 1)):
         topology = cluster(4, between=between, gpus_per_nic=nics)
         timeline = emulate(direction, cut, topology)
-        use = link_use(direction, call(500), timeline.program.placement, topology)
+        use = link_use(direction, call(500), timeline.script.placement, topology)
         kernels = sum(
-            e.us for e in timeline.program.entries if isinstance(e, Kernel) and not isinstance(e.us, tuple)
+            e.us for e in timeline.script.entries if isinstance(e, Kernel) and not isinstance(e.us, tuple)
         )
         assert timeline.total_us >= max(kernels, use.port_us, use.card_us) * (1 - 1e-9)
         assert min(timeline.compute_us) == pytest.approx(kernels)
-        sent = sum(e.num_bytes for e in timeline.program.entries if isinstance(e, Exchange))
+        sent = sum(e.num_bytes for e in timeline.script.entries if isinstance(e, Exchange))
         assert sent == use.rank
 
 
@@ -91,13 +91,13 @@ def test_no_time_falls_where_a_cost_rises(direction: Direction, cut: Cut) -> Non
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_following_one_rank_of_a_kind_is_exact(cut: Cut) -> None:
     topology = cluster(3, between=7.0, latency_us=1.0, gpus_per_nic=2)
-    program = pass_program("backward", call(300), cut, topology)
-    kinds = run(program, topology)
+    script = pass_script("backward", call(300), cut, topology)
+    kinds = run(script, topology)
     entries = tuple(
         replace(entry, us=(entry.us,) * cut.ranks) if isinstance(entry, Kernel) else entry
-        for entry in program.entries
+        for entry in script.entries
     )
-    each = run(replace(program, entries=entries), topology)
+    each = run(replace(script, entries=entries), topology)
     assert len(each.end_us) == cut.ranks >= len(kinds.end_us)
     assert [kinds.end_us[kind] for kind in kinds.kind] == pytest.approx(list(each.end_us))
     assert emulate("backward", cut, topology) == emulate("backward", cut, topology)
@@ -105,8 +105,8 @@ def test_following_one_rank_of_a_kind_is_exact(cut: Cut) -> None:
 
 def test_large_meshes_have_few_kinds_of_ranks() -> None:
     topology = cluster(8)
-    program = pass_program("forward", call(64), Cut(1, Tile(8, 32)), topology)
-    assert len(set(Fabric(program, topology, every_rank=False).kind)) <= 8
+    script = pass_script("forward", call(64), Cut(1, Tile(8, 32)), topology)
+    assert len(set(Fabric(script, topology, every_rank=False).kind)) <= 8
 
 
 def triangle(chunks: int) -> Mask:
@@ -117,14 +117,14 @@ def triangle(chunks: int) -> Mask:
 def test_uneven_blocks_are_as_slow_as_the_busiest_rank_and_skip_hops() -> None:
     topology, cut = cluster(4), Cut(1, Tile(1, 8))
     mask = triangle(8)
-    program = pass_program("forward", call(400), cut, topology, mask=mask)
-    timeline = run(program, topology)
+    script = pass_script("forward", call(400), cut, topology, mask=mask)
+    timeline = run(script, topology)
     assert len(timeline.end_us) == 8
     half, whole = block_times(topology.kernels, call(400))["merging"]
     assert max(timeline.compute_us) == pytest.approx(half + 7 * whole)
     assert min(timeline.compute_us) == pytest.approx(half)
-    every = pass_program("forward", call(400), cut, topology)
-    sends = sum(sum(e.sends or (True,) * 8) for e in program.entries if isinstance(e, Exchange))
+    every = pass_script("forward", call(400), cut, topology)
+    sends = sum(sum(e.sends or (True,) * 8) for e in script.entries if isinstance(e, Exchange))
     assert 0 < sends < 8 * every.num_exchanges
     assert timeline.total_us <= run(every, topology).total_us
 
@@ -133,9 +133,9 @@ def test_an_even_mask_is_no_mask() -> None:
     topology, cut = cluster(4, latency_us=2.0), Cut(1, Tile(2, 4))
     for part, causal in ((0.5, True), (1.0, False)):
         shape = call(300, causal=causal)
-        plain = run(pass_program("backward", shape, cut, topology), topology)
+        plain = run(pass_script("backward", shape, cut, topology), topology)
         masked = run(
-            pass_program("backward", shape, cut, topology, mask=Mask(8, lambda p, q, part=part: part)),
+            pass_script("backward", shape, cut, topology, mask=Mask(8, lambda p, q, part=part: part)),
             topology,
         )
         assert masked.total_us == pytest.approx(plain.total_us)
@@ -152,8 +152,8 @@ def test_exchanges_that_take_multiprocessors_slow_the_kernels_beside_them() -> N
 
 def test_a_host_that_is_too_slow_rules_the_time() -> None:
     slow = emulate("forward", Cut(1, Tile(1, 4)), cluster(4, start_us=1e5), rows=16)
-    kernels = [e for e in slow.program.entries if isinstance(e, Kernel)]
-    assert slow.total_us >= 1e5 * (len(kernels) + slow.program.num_exchanges)
+    kernels = [e for e in slow.script.entries if isinstance(e, Kernel)]
+    assert slow.total_us >= 1e5 * (len(kernels) + slow.script.num_exchanges)
 
 
 def test_events_tell_what_happened(tmp_path: Path) -> None:
@@ -187,6 +187,6 @@ def test_paces_follow_the_links() -> None:
 
 
 def test_programs_wait_for_all_that_they_start() -> None:
-    program: Program = pass_program("backward", call(100), Cut(4, Tile(2, 3)), cluster())
-    numbers = [entry.number for entry in program.entries if isinstance(entry, Exchange)]
+    script: Script = pass_script("backward", call(100), Cut(4, Tile(2, 3)), cluster())
+    numbers = [entry.number for entry in script.entries if isinstance(entry, Exchange)]
     assert len(numbers) == len(set(numbers))

@@ -1,6 +1,6 @@
 """What the ranks of a mesh do in one pass, with times and sizes: the input of the emulator.
 
-A program is one list for all ranks, like the step lists that it is made of, in the order in which the engine
+A script is one list for all ranks, like the step lists that it is made of, in the order in which the engine
 queues its work: kernels run one after the other, an exchange starts when the kernels before it have ended,
 and a wait holds up the kernels behind it.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from .assignment import Tile
 from .cost import (
     NOMINAL,
     CallShape,
@@ -28,7 +27,7 @@ from .hops import RINGS, Paths, Reach, Visibility
 from .kernel_times import BlockPass, KernelTimes
 from .placement import ORDER, Cut, MeshAxis, Placement
 from .route import reach_of
-from .schedule import AXIS, Block, Direction, Payload, Schedule, payloads
+from .schedule import AXIS, INWARD, Block, Direction, Schedule, payloads
 from .schedule import Transfer as ListTransfer
 from .topology import Topology
 
@@ -73,7 +72,7 @@ Entry = Kernel | Exchange | Wait
 
 
 @dataclass(frozen=True)
-class Program:
+class Script:
     """One pass on all ranks. ``shares``: kernels leave room for exchanges that take multiprocessors, instead
     of waiting for their end."""
 
@@ -100,7 +99,7 @@ class Mask:
         )
 
 
-def pass_program(
+def pass_script(
     direction: Direction,
     shape: CallShape,
     cut: Cut,
@@ -109,8 +108,8 @@ def pass_program(
     order: tuple[MeshAxis, ...] = ORDER,
     mask: Mask | None = None,
     pace: Pace = NOMINAL,
-) -> Program:
-    """The program of a call, ``shape`` as outside: ``rows`` of a rank, all heads.
+) -> Script:
+    """The script of a call, ``shape`` as outside: ``rows`` of a rank, all heads.
 
     Without ``mask`` all blocks cost the same, half of a square if the shape is causal (causal striping).
     """
@@ -127,7 +126,7 @@ def pass_program(
         entries = tuple(maker.entries(0))
     else:
         entries = tuple(_in_groups(direction, shape, cut.heads, groups, topology, maker))
-    return Program(
+    return Script(
         name=f"{direction}, {cut}, {', '.join(order)}",
         placement=placement,
         entries=entries,
@@ -185,7 +184,9 @@ class _Maker:
         """All of a pass; exchanges are numbered from ``first_number`` on."""
         shape, schedule, direction = self.shape, self.schedule, self.schedule.direction
         begun: set[tuple[str, int]] = set()
-        own, results = _own_bytes(direction, shape, schedule.tile)
+        placement = self.placement
+        crossing = {axis for axis in ORDER if placement.cut.size(axis) > 1} - placement.inside_axes
+        own, results = _own_bytes(direction, shape, frozenset(crossing))
         yield self._memory("pack", own)
         for step in schedule.steps:
             for number in step.waits:
@@ -274,20 +275,18 @@ def block_times(kernels: KernelTimes, shape: CallShape) -> dict[BlockPass, tuple
     return {what: (us(what, True), us(what, False)) for what in passes}
 
 
-def _own_bytes(direction: Direction, shape: CallShape, tile: Tile) -> tuple[int, int]:
-    """Bytes read and written before the first block and after the last: chunks packed for sending, delta;
-    results cast."""
-    mine = payloads(direction)
-    moved: list[Payload] = [p for p in mine if p in ("q", "kv", "bundle") and tile.size(AXIS[p]) > 1]
-    before = sum(2 * payload_bytes(payload, shape) for payload in moved)
+def _own_bytes(direction: Direction, shape: CallShape, packed: frozenset[MeshAxis]) -> tuple[int, int]:
+    """Bytes read and written before the first block and after the last: delta, own chunks packed into one
+    buffer for send calls; results cast."""
+    before = after = 0
+    plain = replace(shape, reduce_itemsize=shape.itemsize)
+    for payload in payloads(direction):
+        if payload in INWARD:
+            before += 2 * payload_bytes(payload, shape) if AXIS[payload] in packed else 0
+        else:
+            after += accumulator_bytes(payload, shape) + payload_bytes(payload, plain)
     if direction == "backward":
         before += 2 * shape.query_rows * shape.head_dim_v * shape.itemsize
-    plain = replace(shape, reduce_itemsize=shape.itemsize)
-    outward: list[Payload] = [p for p in mine if p not in ("q", "kv", "bundle")]
-    if direction == "backward":
-        after = sum(accumulator_bytes(p, shape) + payload_bytes(p, plain) for p in ("dq", "dkv"))
-    else:
-        after = sum(accumulator_bytes(p, shape) + payload_bytes(p, plain) for p in outward)
     return before, after
 
 

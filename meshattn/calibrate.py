@@ -1,0 +1,284 @@
+"""A topology measured on the ranks that there are, by the library's own transports and kernels.
+
+    torchrun --nproc-per-node 8 -m meshattn calibrate --out cluster.json
+
+All ranks exchange at once, first with a neighbour on their host, then with one on another, and all compute at
+once: what ranks share, a network card or a GPU, is in the figures.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import socket
+import statistics
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from meshattn.mesh import AttentionMesh, init_attention_mesh
+from meshattn.plan.kernel_times import BlockTime, KernelTimes
+from meshattn.plan.topology import Link, Topology
+from meshattn.transport.base import Message, Transport
+from meshattn_kernels import UNBOUNDED, BandIntervals, choose_kernel, get_kernel
+from meshattn_kernels.contract import ACCUMULATOR_KINDS, accumulator_dtype
+
+REPEATS = 7
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: messages of a small and a large size, blocks of all these rows and heads."""
+
+    rows: tuple[int, ...]
+    heads: tuple[int, ...]
+    head_dim: int
+    group: int = 1
+    """Query heads of a key/value head."""
+    messages: tuple[int, int] = (2**16, 2**24)
+
+
+def join() -> torch.device:
+    """Start the process group that torchrun has prepared, and take this rank's device; ValueError without
+    torchrun."""
+    if "RANK" not in os.environ:
+        raise ValueError(
+            "calibrate measures ranks that torchrun starts: "
+            "torchrun --nproc-per-node N -m meshattn calibrate --out FILE"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        dist.init_process_group("nccl")
+        return torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+def calibrate(
+    sizes: Sizes, device: torch.device, *, name: str = "measured", per_node: int | None = None
+) -> Topology:
+    """Measure the ranks of the default group, which must be numbered host by host. Collective; the same
+    topology on every rank. ``per_node`` is for hosts that are parts of one machine.
+
+    Raises ValueError, on every rank alike, if hosts have different numbers of ranks or ranks are not numbered
+    host by host.
+    """
+    mesh = init_attention_mesh(tile=(1, dist.get_world_size()))
+    try:
+        if per_node is None:
+            per_node = _ranks_per_host(mesh, device)
+        if per_node < 1 or mesh.size % per_node:
+            raise ValueError(f"{per_node} ranks a node do not divide the {mesh.size} ranks")
+        return _measure(mesh, sizes, device, name, per_node)
+    finally:
+        mesh.close()
+
+
+def _measure(mesh: AttentionMesh, sizes: Sizes, device: torch.device, name: str, per_node: int) -> Topology:
+    ranks = range(mesh.size)
+    near = tuple(r // per_node * per_node + (r + 1) % per_node for r in ranks)
+    far = tuple((r + per_node) % mesh.size for r in ranks)
+    links = [
+        _link(mesh, ring, sizes.messages, device) if any(peer != r for r, peer in enumerate(ring)) else None
+        for ring in (near, far)
+    ]
+    inside, between = links[0] or links[1], links[1] or links[0]
+    unused = Link(gb_per_s=1e6)  # a single rank has no link
+    kernel = choose_kernel(None, device, _dtype(device), sizes.head_dim, sizes.head_dim)
+    blocks = [_block(mesh, kernel, rows, heads, causal, sizes, device)
+              for rows in sizes.rows for heads in sizes.heads for causal in (True, False)]  # fmt: skip
+    return Topology(
+        name=name,
+        gpus_per_node=per_node,
+        inside=inside or unused,
+        between=between or unused,
+        kernels=KernelTimes(kernel, tuple(blocks)),
+        memory_gb_per_s=_memory(mesh, device),
+        start_us=_start(device),
+    )
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _agreed(mesh: AttentionMesh, value: float, device: torch.device) -> float:
+    """The median over the ranks."""
+    own = torch.tensor([value], dtype=torch.float64, device=device)
+    return statistics.median(float(each) for each in mesh.connection.transport.all_gather(own))
+
+
+def _ranks_per_host(mesh: AttentionMesh, device: torch.device) -> int:
+    named = zlib.crc32(f"{socket.gethostname()} {platform.node()}".encode())
+    own = torch.tensor([named], dtype=torch.int64, device=device)
+    hosts = [int(each) for each in mesh.connection.transport.all_gather(own)]
+    counts = set(Counter(hosts).values())
+    per_host = hosts.count(hosts[0])
+    runs = [hosts[n : n + per_host] for n in range(0, len(hosts), per_host)]
+    if len(counts) > 1 or any(len(set(run)) > 1 for run in runs):
+        raise ValueError(
+            f"ranks by host are {[hosts.index(host) for host in hosts]}: start equally many on every host, "
+            "numbered host by host"
+        )
+    return per_host
+
+
+def _link(mesh: AttentionMesh, ring: tuple[int, ...], sizes: tuple[int, int], device: torch.device) -> Link:
+    """By the time of a small and of a large message, sent by all ranks at once along a ring."""
+    transport = mesh.connection.along(ring, device)
+    small, large = (
+        _agreed(mesh, _exchange_us(mesh, transport, ring, size, device), device) for size in sizes
+    )
+    us_per_byte = max((large - small) / (sizes[1] - sizes[0]), 1e-9)
+    return Link(
+        gb_per_s=round(1e-3 / us_per_byte, 4),
+        latency_us=round(max(small - sizes[0] * us_per_byte, 0.0), 2),
+        sm_share=round(_share(transport, device), 4),
+    )
+
+
+def _share(transport: Transport, device: torch.device) -> float:
+    if device.type != "cuda" or not transport.multiprocessors:
+        return 0.0
+    return transport.multiprocessors / torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _exchange_us(
+    mesh: AttentionMesh, transport: Transport, ring: tuple[int, ...], num_bytes: int, device: torch.device
+) -> float:
+    (recv,) = transport.buffers("col", "inward", num_bytes, 1, device)
+    send = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    message = Message(
+        phase="forward",
+        axis="col",
+        flow="inward",
+        label=f"calibration with {num_bytes} bytes",
+        to=ring.index(mesh.rank),
+        source=ring[mesh.rank],
+    )
+
+    def exchange() -> None:
+        handle = transport.start(message, [send], recv)
+        handle.wait()
+        handle.release()
+
+    return _median_us(exchange, device, before=lambda: _agreed(mesh, 0.0, device))
+
+
+def _block(
+    mesh: AttentionMesh,
+    kernel_name: str,
+    rows: int,
+    heads: int,
+    causal: bool,
+    sizes: Sizes,
+    device: torch.device,
+) -> BlockTime:
+    """A square block, alone and into accumulators that hold something."""
+    kernel, dtype, dim = get_kernel(kernel_name), _dtype(device), sizes.head_dim
+    kv_heads = max(1, heads // sizes.group)
+    exact = accumulator_dtype(dtype)
+    q, do = (torch.randn(1, rows, heads, dim, device=device).to(dtype) for _ in range(2))
+    k, v = (torch.randn(1, rows, kv_heads, dim, device=device).to(dtype) for _ in range(2))
+    out, dq, dkv = (
+        {
+            part: torch.zeros(shape, dtype=exact, device=device)
+            for part, shape in kernel.accumulator_shapes(
+                kind, batch=1, rows=rows, heads=heads, kv_heads=kv_heads, head_dim=dim, head_dim_v=dim
+            ).items()
+        }
+        for kind in ACCUMULATOR_KINDS
+    )
+    intervals = BandIntervals(0 if causal else -UNBOUNDED, UNBOUNDED, rows, rows)
+    scale = dim**-0.5
+    delta = torch.zeros(1, heads, rows, dtype=exact, device=device)
+    kernel.forward(q, k, v, out, intervals, softmax_scale=scale, first=True)
+    lse = out["lse"].clone()
+
+    def forward(first: bool) -> None:
+        kernel.forward(q, k, v, out, intervals, softmax_scale=scale, first=first)
+
+    def backward(first: bool) -> None:
+        kernel.backward(
+            q, k, v, do, lse, delta, dq, dkv, intervals, softmax_scale=scale, first_dq=first, first_dkv=first
+        )
+
+    def us(run: Callable[[bool], None], first: bool) -> float:
+        spent = _median_us(partial(run, first), device, before=lambda: _agreed(mesh, 0.0, device))
+        return round(_agreed(mesh, spent, device), 2)
+
+    return BlockTime(
+        head_dim=dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        rows=rows,
+        causal=causal,
+        forward=us(forward, True),
+        merging=us(forward, False),
+        backward=us(backward, True),
+        adding=us(backward, False),
+    )
+
+
+def _memory(mesh: AttentionMesh, device: torch.device) -> float:
+    """Gigabytes a second of an addition: two reads and a write."""
+    numbers = 2**24 if device.type == "cuda" else 2**20
+    a, b = (torch.zeros(numbers, device=device) for _ in range(2))
+    spent = _median_us(lambda: a.add_(b), device, before=lambda: _agreed(mesh, 0.0, device))
+    return round(3 * 4e-3 * numbers / _agreed(mesh, spent, device), 1)
+
+
+def _start(device: torch.device) -> float:
+    """What the host takes to queue a kernel; a CPU runs it at once."""
+    if device.type != "cuda":
+        return 0.0
+    x = torch.zeros(1, device=device)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(100):
+        x.add_(1)
+    spent = (time.perf_counter() - begin) * 1e4
+    torch.cuda.synchronize()
+    return round(spent, 2)
+
+
+def _median_us(run: Callable[[], object], device: torch.device, *, before: Callable[[], object]) -> float:
+    """Of runs one behind the other; ``before`` lets all ranks begin together."""
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    run()
+    synchronize()
+    spent: list[float] = []
+    batch = 1
+    while len(spent) < REPEATS:
+        before()
+        begin = time.perf_counter()
+        for _ in range(batch):
+            run()
+        synchronize()
+        spent.append((time.perf_counter() - begin) * 1e6 / batch)
+        if device.type == "cuda" and len(spent) == 1 and spent[0] < 2e3 and batch == 1:
+            batch, spent = 10, []
+    middle = statistics.median(spent)
+    assert math.isfinite(middle)
+    return middle
+
+
+def sizes_of(
+    device: torch.device, rows: Sequence[int], heads: Sequence[int], head_dim: int, group: int
+) -> Sizes:
+    """What was asked for, else what the device can do in some seconds."""
+    gpu = device.type == "cuda"
+    default = (512, 1024, 2048, 4096, 8192, 16384) if gpu else (64, 128, 256, 512)
+    messages = (2**16, 2**26) if gpu else (2**14, 2**21)
+    return Sizes(tuple(rows) or default, tuple(heads), head_dim, group, messages)

@@ -1,0 +1,50 @@
+"""Calibration on gloo ranks: what it finds, writes and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshattn.calibrate import Sizes, calibrate
+from meshattn.cli import main
+from meshattn.plan.topology import Topology, load_topology
+from meshattn.testing import run_ranks
+
+SIZES = Sizes(rows=(8, 16), heads=(2, 1), head_dim=8, messages=(2**10, 2**16))
+
+
+def test_ranks_agree_on_a_topology_that_can_be_planned_with(tmp_path: Path) -> None:
+    found = run_ranks(3, lambda group: calibrate(SIZES, torch.device("cpu"), name="mine"), "gloo")
+    topology = found[0]
+    assert found == [topology] * 3 and isinstance(topology, Topology)
+    assert (topology.name, topology.gpus_per_node, topology.inside.sm_share) == ("mine", 3, 0.0)
+    sizes = {(b.rows, b.heads, b.causal) for b in topology.kernels.blocks}
+    assert sizes == {
+        (rows, heads, causal) for rows in (8, 16) for heads in (2, 1) for causal in (True, False)
+    }
+    path = tmp_path / "cluster.json"
+    path.write_text(topology.text())
+    assert load_topology(path) == topology
+    assert main(["plan", "--ranks", "3", "--heads", "3", "--topology", str(path)]) == 0
+
+
+def test_parts_of_a_machine_can_be_nodes() -> None:
+    def measure(group: object) -> object:
+        try:
+            return calibrate(SIZES, torch.device("cpu"), per_node=per_node).gpus_per_node
+        except ValueError as error:
+            return str(error)
+
+    per_node = 1
+    assert run_ranks(2, measure, "gloo") == [1, 1]
+    per_node = 3
+    assert run_ranks(2, measure, "gloo") == ["3 ranks a node do not divide the 2 ranks"] * 2
+
+
+def test_needs_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--out", "cluster.json"])
+    assert "torchrun --nproc-per-node N -m meshattn calibrate" in capsys.readouterr().err
