@@ -177,7 +177,7 @@ class _Maker:
         self.mask = mask
         self.reach = reach
         self.paths = paths
-        self.times = block_times(topology.kernels, shape)
+        self.times = {parts: block_times(topology.kernels, shape, parts) for parts in (1, 2)}
         self.chunks = [placement.chunk(rank) for rank in range(placement.ranks)]
 
     def entries(self, first_number: int) -> Iterator[Entry]:
@@ -216,8 +216,7 @@ class _Maker:
         what: BlockPass = (
             ("merging" if added else "forward") if forward else "adding" if added else "backward"
         )
-        half, whole = self.times[what]
-        half, whole = half / block.parts, whole / block.parts
+        half, whole = self.times[block.parts][what]
         name = f"block {block.row} {block.col}"
         if self.mask is None:
             return Kernel(name, half if self.shape.causal else whole)
@@ -257,8 +256,10 @@ def _between(part: float, half: float, whole: float) -> float:
     return 2 * part * half if part <= 0.5 else half + (2 * part - 1) * (whole - half)
 
 
-def block_times(kernels: KernelTimes, shape: CallShape) -> dict[BlockPass, tuple[float, float]]:
-    """Microseconds of a block, half visible and all of it."""
+def block_times(
+    kernels: KernelTimes, shape: CallShape, parts: int = 1
+) -> dict[BlockPass, tuple[float, float]]:
+    """Microseconds of a block, or of one of its parts, half visible and all of it."""
 
     def us(what: BlockPass, causal: bool) -> float:
         return kernels.us(
@@ -266,7 +267,7 @@ def block_times(kernels: KernelTimes, shape: CallShape) -> dict[BlockPass, tuple
             heads=shape.batch * shape.heads,
             kv_heads=shape.batch * shape.kv_heads,
             rows=shape.rows,
-            keys=shape.chunk_keys,
+            keys=-(-shape.chunk_keys // parts),
             head_dim=max(shape.head_dim, shape.head_dim_v),
             causal=causal,
         )
