@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from harness import REPORTS
 from meshattn.plan import Tile, tiles, total_bytes
 from meshattn.plan.cost import choose_tile, peak_memory
-from rank_check import check
+from rank_check import check, oracle
 from rank_contenders import Captured, Case, Contender, Ours, TorchContextParallel, alone, ours_by_transport
 from rank_report import DIRECTIONS, Result, table_of, write_report
 from rank_start import join, start_ranks
@@ -97,9 +98,12 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
         for tile in chosen
         for kind in kinds
     }
+    exact = oracle(case, device)
     for (_, kind), contender in ours.items():
         if kind != "skipped":
-            check(contender.mesh, case, device)
+            check(contender.mesh, case, device, exact)
+            if dist.get_rank() == 0:
+                print(f"{contender.name} agrees with the oracle", file=sys.stderr, flush=True)
     contenders: list[Contender] = list(ours.values())
     flop = {contender.name: {p: x / ranks for p, x in case.flop().items()} for contender in contenders}
     if options.one_gpu:

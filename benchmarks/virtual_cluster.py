@@ -7,16 +7,19 @@
 
 What stands behind `--` runs on every rank, as under torchrun. Every node has a network and a host name of
 its own, and a link of --rate megabytes a second in each direction. With GPUs the ranks share them through
-NVIDIA's MPS, and each gets its part of the multiprocessors; NCCL talks over sockets, copy engines work inside
-a node. Without GPUs ranks run on the CPU with gloo. Needs Linux and root (or `unshare -Urn` in front);
---no-network does without, on the loopback device and at its speed.
+NVIDIA's MPS; NCCL talks over sockets, copy engines work inside a node. Kernels whose blocks wait for each
+other (hopper, triton-dash) can stand still there beside those of other ranks: take --kernel triton. Without
+GPUs ranks run on the CPU with gloo. Needs Linux and root (or `unshare -Urn` in front); --no-network does
+without, on the loopback device and at its speed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -35,6 +38,8 @@ from virtual_nodes import Cluster, network
 
 HERE = Path(__file__).resolve().parent
 _SET_DEATH_SIGNAL = 1
+_SHOWN = 2  # ranks whose last words are shown when all are past their time
+_LINES = 30
 _GRACE = 5.0  # seconds that ranks have to end, once one has failed and once asked
 
 
@@ -119,8 +124,6 @@ def run(cluster: Cluster, options: argparse.Namespace) -> int:
                 )
             except NoMps as error:
                 raise CannotRun(f"{error}; --no-mps does without, and slowly") from error
-            # A grid that must be resident as a whole cannot start where others hold part of the GPU.
-            shared["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{100 / cluster.crowd:g}"
         nodes: Sequence[Namespace] | None = None
         if not options.no_network:
             try:
@@ -136,6 +139,7 @@ def run(cluster: Cluster, options: argparse.Namespace) -> int:
         for rank in range(cluster.ranks):
             place = cluster.place(rank)
             environment = {
+                "PYTHONFAULTHANDLER": "1",  # so that a rank that is ended for its time says where it was
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that nobody knows the names of virtual nodes
                 "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // cluster.ranks)),
                 **shared,
@@ -170,6 +174,7 @@ def enter_node(parent: int, network: Namespace | None, number: int) -> Callable[
 
     def enter() -> None:
         bound()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one that is ended would write all of its memory
         if network is not None:
             network.enter()
             call("unshare", CLONE_NEWUTS)
@@ -233,7 +238,11 @@ class Crew:
                     f"virtual_cluster.py: error: ranks {running} have not ended after {timeout:g} s",
                     file=sys.stderr,
                 )
-                self._show(running[-1])
+                for rank in running:
+                    os.kill(self._ranks[rank].pid, signal.SIGABRT)
+                self._let_speak()
+                for rank in running[-_SHOWN:]:
+                    self._show(rank)
                 return 124
             time.sleep(0.1)
 
@@ -248,17 +257,17 @@ class Crew:
         state = "still runs" if code is None else f"ended with code {code}"
         print(f"virtual_cluster.py: rank {rank} {state}", file=sys.stderr)
         if rank > 0:
-            lines = self._log(rank).read_text(errors="replace").splitlines()[-20:]
+            lines = self._log(rank).read_text(errors="replace").splitlines()[-_LINES:]
             print("\n".join(f"  rank {rank}: {line}" for line in lines), file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """End the ranks that still run, and whatever they have started."""
+        """End the ranks that still run, and whatever any rank has started."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            running = [rank for rank in self._ranks if rank.poll() is None]
-            for rank in running:
-                os.killpg(rank.pid, number)
+            for rank in self._ranks:
+                with contextlib.suppress(ProcessLookupError):  # nobody of its group is left
+                    os.killpg(rank.pid, number)
             deadline = time.monotonic() + self._grace
-            while time.monotonic() < deadline and any(rank.poll() is None for rank in running):
+            while time.monotonic() < deadline and any(rank.poll() is None for rank in self._ranks):
                 time.sleep(0.05)
 
 
