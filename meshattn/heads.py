@@ -248,6 +248,11 @@ def _some_rows(call: HeadCall, tensors: Views, place: int) -> Views:
     }
 
 
+def _in_rows(part: Views) -> tuple[Tensor, ...]:
+    """What is sent: a copy, unless it lies in one piece."""
+    return tuple(tensor.contiguous() for tensor in part.values())
+
+
 class _AllToAll:
     """Exchanges of all pairs of the head axis one way, of one group at a time."""
 
@@ -271,9 +276,6 @@ class _AllToAll:
         names = ", ".join(field.name for field in packing.fields)
         for distance, received in enumerate(self._received, 1):
             to, source = self._at(distance), self._at(-distance)
-            flat = torch.empty(packing.nbytes, dtype=torch.uint8, device=call.inner.device)
-            for name, view in packing.views(flat).items():
-                view.copy_(parts[to][name])
             message = Message(
                 phase=self._direction,
                 axis="heads",
@@ -283,7 +285,7 @@ class _AllToAll:
                 source=call.members[source],
                 slot=distance - 1,
             )
-            yield message, (flat,), received.flat
+            yield message, _in_rows(parts[to]), received.flat
 
     def _at(self, distance: int) -> int:
         return (self._call.place + distance) % self._call.split.ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -238,18 +237,23 @@ def test_messages_take_the_memory_of_the_formula(groups: int, monkeypatch: pytes
     case = _case((2, 1, 2), GROUPED, dtype=torch.bfloat16, head_groups=groups)
     here = threading.local()
     most: dict[str, int] = {}
-    empty = torch.empty
+    in_rows, received = heads._in_rows, ThreadTransport.received
 
-    def counting(*args: Any, **kwargs: Any) -> Tensor:
-        tensor = empty(*args, **kwargs)
-        caller = sys._getframe(1)
-        frames = [frame for frame in (caller, caller.f_back) if frame is not None]  # of a comprehension, too
-        for_heads = caller.f_globals["__name__"] == "meshattn.heads"
-        for_heads |= any(frame.f_locals.get("axis") == "heads" for frame in frames)
-        if for_heads and tensor.dtype == torch.uint8:
-            here.bytes += tensor.numel()
-            here.most = max(here.most, here.bytes)
-        return tensor
+    def made(num_bytes: int) -> None:
+        here.bytes += num_bytes
+        here.most = max(here.most, here.bytes)
+
+    def sending(part: Any) -> tuple[Tensor, ...]:
+        sent = in_rows(part)
+        pairs = zip(sent, part.values(), strict=True)
+        made(sum(x.nbytes for x, given in pairs if x.data_ptr() != given.data_ptr()))
+        return sent
+
+    def receiving(self: ThreadTransport, axis: str, *arguments: Any) -> Any:
+        packed = received(self, axis, *arguments)
+        if axis == "heads":
+            made(sum(x.flat.nbytes for x in packed))
+        return packed
 
     def during(direction: str, run: Any) -> Any:
         def wrapper(call: heads.HeadCall, *tensors: Any) -> Any:
@@ -270,7 +274,8 @@ def test_messages_take_the_memory_of_the_formula(groups: int, monkeypatch: pytes
             super().release()
             here.bytes -= self.sent
 
-    monkeypatch.setattr(torch, "empty", counting)
+    monkeypatch.setattr(heads, "_in_rows", sending)
+    monkeypatch.setattr(ThreadTransport, "received", receiving)
     monkeypatch.setattr(heads, "_AllToAll", Watched)
     for direction in DIRECTIONS:
         monkeypatch.setattr(heads, direction, during(direction, getattr(heads, direction)))

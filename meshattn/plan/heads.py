@@ -85,8 +85,8 @@ def exchange(direction: Direction, shape: CallShape, ranks: int, groups: int = 1
 
 
 def exchange_memory(direction: Direction, shape: CallShape, ranks: int, groups: int = 1) -> int:
-    """Most bytes of messages on one rank at a time: what it receives both ways, and what it sends; of several
-    groups, one comes in while another goes out."""
+    """Most bytes of messages on one rank at a time: what it receives both ways, and copies of what it sends,
+    for batches above 1 both ways; of several groups, one comes in while another goes out."""
     size = message_bytes(direction, shape, ranks, groups)
     sent = max(size.values()) if groups == 1 else sum(size.values())
     return (ranks - 1) * (sum(size.values()) + sent)
