@@ -21,6 +21,7 @@ class Options:
 
     attention: str
     tile: str
+    head_axis: int
     layout: LayoutKind
     transport: str
     window: int
@@ -85,6 +86,12 @@ def parse(arguments: Sequence[str] | None = None, *, speaks: bool = True) -> Opt
     add("--attention", choices=("mesh", "ring", "single"), default="mesh", help="ring is the tile 1xP")
     add("--tile", default="auto", help="AxB: A query chunks by B key/value chunks a rank, A*B ranks in all")
     add(
+        "--head-axis",
+        type=int,
+        default=1,
+        help="ranks that share out heads, that many for each rank of a tile",
+    )
+    add(
         "--layout",
         choices=("striped", "zigzag", "contiguous"),
         default="striped",
@@ -131,7 +138,7 @@ def parse(arguments: Sequence[str] | None = None, *, speaks: bool = True) -> Opt
 
 def check(options: Options) -> None:
     """Raises ValueError for values that fit no run."""
-    for name in ("seq_len", "batch_size", "steps", "lr", "clip", "timeout"):
+    for name in ("head_axis", "seq_len", "batch_size", "steps", "lr", "clip", "timeout"):
         if not 0 < getattr(options, name) < math.inf:  # NaN is in no order
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be positive")
     for name in ("warmup", "weight_decay", "kv_heads"):
@@ -153,17 +160,25 @@ def choose_tile(options: Options, ranks: int) -> str:
         raise ValueError(
             f"--attention single runs on one rank, but there are {ranks}; use mesh or ring, or one rank"
         )
+    axis = options.head_axis
+    if ranks % axis or options.heads % axis:
+        raise ValueError(
+            f"--head-axis {axis} must divide the {ranks} ranks and the {options.heads} heads of --heads"
+        )
+    ranks //= axis
+    beside = f" for each of the {axis} of --head-axis" if axis > 1 else ""
     ring = Tile(1, ranks)
     if options.tile == "auto":
         return "auto" if options.attention == "mesh" else str(ring)
     tile = Tile.parse(options.tile)
     if options.attention == "ring" and tile != ring:
         raise ValueError(
-            f"--attention ring on {ranks} ranks is the tile {ring}, not {tile}; leave --tile out"
+            f"--attention ring on {ranks} ranks{beside} is the tile {ring}, not {tile}; leave --tile out"
         )
     if tile.ranks != ranks:
         fitting = ", ".join(map(str, tiles(ranks)))
         raise ValueError(
-            f"--tile {tile} needs {tile.ranks} ranks, but there are {ranks}; tiles of {ranks}: {fitting}"
+            f"--tile {tile} needs {tile.ranks} ranks, but there are {ranks}{beside}; "
+            f"tiles of {ranks}: {fitting}"
         )
     return str(tile)

@@ -77,7 +77,9 @@ class Trainer:
         self.kernel = kernel
         self.device = place.device
         self.corpus = corpus
-        self.mesh = ma.init_attention_mesh(tile=tile, transport=options.transport, timeout=options.timeout)
+        self.mesh = ma.init_attention_mesh(
+            tile=tile, heads=options.head_axis, transport=options.transport, timeout=options.timeout
+        )
         self.seq = self.mesh.sequence(options.seq_len, layout=options.layout)
         self.attention = make_attention(options.attention, self.seq, kernel, options.window)
         self.model = Decoder(options.model, seed=options.seed).to(self.device)

@@ -52,6 +52,7 @@ def test_local_needs_a_number_of_ranks(arguments: list[str]) -> None:
         (["--attention", "mesh", "--tile", "2x3"], 6, "2x3"),
         (["--attention", "ring"], 6, "1x6"),
         (["--attention", "ring", "--tile", "1x6"], 6, "1x6"),
+        (["--attention", "ring", "--head-axis", "2"], 6, "1x3"),
         (["--attention", "single"], 1, "1x1"),
     ],
 )
@@ -65,6 +66,12 @@ def test_tile_of_a_run(arguments: list[str], num_ranks: int, tile: str) -> None:
         (["--tile", "2x2"], "--tile 2x2 needs 4 ranks, but there are 6; tiles of 6: 1x6, 2x3, 3x2, 6x1"),
         (["--tile", "wide"], "tile 'wide'"),
         (["--attention", "ring", "--tile", "2x3"], "is the tile 1x6, not 2x3"),
+        (
+            ["--head-axis", "2", "--tile", "2x3"],
+            "there are 3 for each of the 2 of --head-axis; tiles of 3: 1x3, 3x1",
+        ),
+        (["--head-axis", "4"], "--head-axis 4 must divide the 6 ranks"),
+        (["--head-axis", "3"], "and the 4 heads of --heads"),
         (["--attention", "single"], "runs on one rank, but there are 6"),
     ],
 )

@@ -18,9 +18,11 @@ TEXT = data.Corpus((Path(__file__),), (0, Path(__file__).stat().st_size))
 CONFIG = ModelConfig(dim=64, layers=2, heads=4, kv_heads=2)
 
 
-def gradients(kind: str, tile: str, layout: LayoutKind, seq_len: int, window: int = -1) -> dict[str, Any]:
+def gradients(
+    kind: str, tile: str, layout: LayoutKind, seq_len: int, window: int = -1, heads: int = 1
+) -> dict[str, Any]:
     """Loss, tokens and all gradients of one rank of the default group; float32."""
-    seq = ma.init_attention_mesh(tile=tile, timeout=60).sequence(seq_len, layout=layout)
+    seq = ma.init_attention_mesh(tile=tile, heads=heads, timeout=60).sequence(seq_len, layout=layout)
     model = Decoder(CONFIG, seed=1)
     ids = data.batch(TEXT, seed=0, step=0, batch_size=2, seq_len=seq_len)
     result = steps.compute_gradients(model, ids, seq, steps.make_attention(kind, seq, window=window))
@@ -40,22 +42,26 @@ def single(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tile", "layout"),
+    ("kind", "heads", "tile", "layout"),
     [
-        ("ring", "1x2", "striped"),
-        ("mesh", "2x1", "zigzag"),
-        ("mesh", "2x2", "striped"),
-        ("mesh", "2x2", "contiguous"),
-        ("ring", "1x4", "zigzag"),
+        ("ring", 1, "1x2", "striped"),
+        ("mesh", 1, "2x1", "zigzag"),
+        ("mesh", 1, "2x2", "striped"),
+        ("mesh", 1, "2x2", "contiguous"),
+        ("ring", 1, "1x4", "zigzag"),
+        ("mesh", 2, "2x1", "striped"),
+        ("mesh", 4, "1x1", "contiguous"),
     ],
     ids=lambda value: str(value),
 )
 def test_gradients_equal_those_of_one_rank(
-    single: dict[str, Any], kind: str, tile: str, layout: LayoutKind
+    single: dict[str, Any], kind: str, heads: int, tile: str, layout: LayoutKind
 ) -> None:
-    num_ranks = int(tile[0]) * int(tile[2])
+    num_ranks = heads * int(tile[0]) * int(tile[2])
     found = run_ranks(
-        num_ranks, lambda group: gradients(kind, tile, layout, single["seq_len"]), backend="gloo"
+        num_ranks,
+        lambda group: gradients(kind, tile, layout, single["seq_len"], heads=heads),
+        backend="gloo",
     )
     for rank in found:
         assert rank["tokens"] == single["tokens"] == 2 * (single["seq_len"] - 1)
