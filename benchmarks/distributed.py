@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from harness import REPORTS
-from meshattn.plan import Tile, tiles, total_bytes
-from meshattn.plan.cost import choose_tile, peak_memory
+from meshattn.plan.topology import load_topology
 from rank_check import check, oracle
 from rank_contenders import Captured, Case, Contender, Ours, TorchContextParallel, alone, ours_by_transport
-from rank_report import DIRECTIONS, Result, table_of, write_report
+from rank_cuts import DIRECTIONS, chosen_cuts, formula_bytes, formula_memory
+from rank_report import Result, table_of, write_report
 from rank_start import join, start_ranks
 from rank_turns import in_turns
 
@@ -73,7 +73,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument("--layout", choices=("striped", "zigzag", "contiguous"), default="striped")
     parser.add_argument("--kernel", help="local kernel by name (default: what the library chooses)")
-    parser.add_argument("--tile", nargs="+", default=[], help="AxB or auto (default: all)")
+    parser.add_argument(
+        "--tile", nargs="+", default=[], help="AxB, WxAxB with a head axis of W, or auto (default: all tiles)"
+    )
+    parser.add_argument("--head-axis", action="store_true", help="all tiles with every head axis, too")
+    parser.add_argument("--topology", help="what auto plans for, a head axis too (default: fewest bytes)")
     parser.add_argument("--transport", nargs="+", default=["p2p"], choices=("auto", "symmetric", "p2p"))
     parser.add_argument("--no-bare", action="store_true", help="leave out the tiles without their transfers")
     parser.add_argument("--graph", action="store_true", help="also our passes as CUDA graphs")
@@ -88,14 +92,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> Result:
     ranks = dist.get_world_size()
-    ring = Tile(1, ranks)
-    least = choose_tile(ranks, case.shape(-(-case.seq_len // ranks)))
-    wanted = [least if text == "auto" else Tile.parse(text) for text in options.tile] or tiles(ranks)
-    chosen = list(dict.fromkeys([ring, *wanted]))
+    shape = case.shape(-(-case.seq_len // ranks))
+    topology = load_topology(options.topology) if options.topology else None
+    chosen = chosen_cuts(options.tile, ranks, shape, topology, head_axis=options.head_axis)
     kinds = [*([] if options.no_bare else ["skipped"]), *options.transport]
     ours = {
-        (tile, kind): ours_by_transport(case, tile, kind, device, options.timeout)()
-        for tile in chosen
+        (cut, kind): ours_by_transport(case, cut, kind, device, options.timeout)()
+        for cut in chosen
         for kind in kinds
     }
     exact = oracle(case, device)
@@ -125,16 +128,15 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
             flop[peer.name] = {p: x / ranks for p, x in case.flop().items()}
     turns = in_turns(contenders, device, rounds=options.rounds, turn_ms=options.turn_ms)
     sent, formula, memory = {}, {}, {}
-    for (tile, kind), contender in ours.items():
+    for (cut, kind), contender in ours.items():
         if kind == "skipped":
             continue
         contender.mesh.reset_traffic()
         contender.backward(contender.forward())
-        records, shape = contender.mesh.traffic(), case.shape(contender.rows)
-        name = contender.name
+        records, name = contender.mesh.traffic(), contender.name
         sent[name] = {p: sum(r.sent_bytes for r in records if r.phase == p) for p in DIRECTIONS}
-        formula[name] = {p: total_bytes(p, tile, shape) for p in DIRECTIONS}  # type: ignore[misc, arg-type]
-        memory[name] = max(peak_memory(p, tile, shape) for p in DIRECTIONS)  # type: ignore[arg-type]
+        formula[name] = {p: formula_bytes(p, cut, shape) for p in DIRECTIONS}
+        memory[name] = formula_memory(cut, shape)
         contender.mesh.check()
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -2,9 +2,10 @@
 
     python benchmarks/many_gpus.py --ranks 8
 
-Self-test, tables, slowed links, a million tokens, training: each in processes of its own with a limit of its
-own, so that one that fails or hangs costs nothing but its figures. With fewer GPUs than ranks the ranks share
-them (see virtual_cluster.py) and the sizes are small: that tries the script, and its times mean nothing.
+Self-test, links and kernels, tables, slowed links, a million tokens, training: each in processes of its own
+with a limit of its own, so that one that fails or hangs costs nothing but its figures. With fewer GPUs than
+ranks the ranks share them (see virtual_cluster.py) and the sizes are small: that tries the script, and its
+times mean nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import REPORTS, Machine, Record, table, write
-from meshattn.plan import tiles
+from meshattn.plan import Tile, tiles
+from meshattn.plan.placement import Cut
 from virtual_cluster import find_gpus
 
 HERE = Path(__file__).resolve().parent
 TRAIN = HERE.parent / "launch" / "train.py"
+TOPOLOGY = "topology.json"
 _SPARE = 15.0  # seconds beyond its limit for a program that keeps it itself, and says more
 
 
@@ -35,7 +38,7 @@ class Step:
     """One program on all ranks.
 
     Args:
-        name: also of its folder under that of the report.
+        name: also of its folder below that of the report.
         program: with its options; what it writes goes to its folder.
         limit: seconds after which it is ended.
         rate: MB/s of a rank's link to the others where it stands for a node; None on one host.
@@ -49,47 +52,63 @@ class Step:
 
 def steps(ranks: int, *, real: bool, out: Path) -> list[Step]:
     """What is run, in order; of real GPUs the limits add up to less than eight minutes."""
-    distributed = str(HERE / "distributed.py")
+    distributed, square = str(HERE / "distributed.py"), squarest(ranks)
     model = "--heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16"
-    square = max((tile for tile in tiles(ranks) if tile.a <= tile.b), key=lambda tile: tile.a)
-    both = "--transport symmetric p2p"
-    lengths, long, alone = ("32768 131072", 1_048_576, "--one-gpu") if real else ("8192", 65_536, "")
-    torchs = "--torch cudnn flash" if real else ""
-    slow_length, rate = (32_768, 1000) if real else (8192, 250)
-    small = "--layers 4 --dim 512 --heads 4 --kv-heads 2 --seq-len 16384"
-    large = "--layers 16 --dim 2048 --heads 16 --kv-heads 4 --seq-len " + str(32_768 * ranks)
-    train = f"{large if real else small} --dtype bfloat16 --device cuda --lr 3e-4 --warmup 4 --timeout 60"
-
-    def step(name: str, program: str, options: str, limit: float, rate: float | None = None) -> Step:
-        where = out / name
-        written = ["--log-file", str(where / "log.jsonl")] if program == str(TRAIN) else ["--out", str(where)]
-        return Step(name, (program, *options.split(), *written), limit, rate)
-
-    return [
-        step("self-test", str(HERE / "self_test.py"), both, 60),
-        step(
+    both, timed = "--transport symmetric p2p", "--rounds 3 --turn-ms 150 --timeout 60"
+    lengths, long, beside = ("32768 131072", 1_048_576, "--one-gpu --torch cudnn flash")
+    slow_length, rate = 32_768, 1000
+    sizes = f"--layers 16 --dim 2048 --heads 16 --kv-heads 4 --seq-len {32_768 * ranks}"
+    if not real:
+        lengths, long, beside, slow_length, rate = "8192", 65_536, "", 8192, 250
+        sizes = "--layers 4 --dim 512 --heads 4 --kv-heads 2 --seq-len 16384"
+    half = ranks // 2
+    cuts = [*tiles(ranks), Cut(2, Tile(1, half)), Cut(2, squarest(half)), Cut(ranks, Tile(1, 1))]
+    named = " ".join(dict.fromkeys(str(cut) for cut in cuts))
+    train = f"{sizes} --dtype bfloat16 --device cuda --lr 3e-4 --warmup 4 --timeout 60"
+    found = [
+        ("self-test", str(HERE / "self_test.py"), both, 45, None),
+        ("calibrate", "-m", f"meshattn calibrate --out {out / TOPOLOGY} --head-dim 128 --group 4", 35, None),
+        (
             "tables",
             distributed,
-            f"--seq-len {lengths} {model} {both} {alone} {torchs} --rounds 3 --turn-ms 150 --timeout 60",
-            110,
+            f"--seq-len {lengths} {model} --tile {named} {both} {beside} {timed}",
+            130,
+            None,
         ),
-        step(
+        (
             "slow-links",
             distributed,
             f"--seq-len {slow_length} --heads 16 --head-dim 64 --dtype bfloat16 --no-bare --rounds 3",
-            60,
+            50,
             rate,
         ),
-        step(
+        (
             "million",
             distributed,
-            f"--seq-len {long} {model} --tile auto {square} --transport symmetric --no-bare --rounds 1 "
-            "--turn-ms 1 --timeout 110",
-            130,
+            f"--seq-len {long} {model} --tile auto {square} --topology dgx-h200 --transport symmetric "
+            "--no-bare --rounds 1 --turn-ms 1 --timeout 100",
+            110,
+            None,
         ),
-        step("train-mesh", str(TRAIN), f"--attention mesh {train} --steps 10", 70),
-        step("train-ring", str(TRAIN), f"--attention ring {train} --steps 4", 40),
+        ("train-mesh", str(TRAIN), f"--attention mesh {train} --steps 10", 70, None),
+        ("train-ring", str(TRAIN), f"--attention ring {train} --steps 4", 40, None),
     ]
+    return [
+        Step(name, (program, *options.split(), *_written(program, out / name)), limit, rate)
+        for name, program, options, limit, rate in found
+    ]
+
+
+def squarest(ranks: int) -> Tile:
+    """The tile of these ranks whose sides differ least, no taller than wide."""
+    return max((tile for tile in tiles(ranks) if tile.a <= tile.b), key=lambda tile: tile.a)
+
+
+def _written(program: str, folder: Path) -> list[str]:
+    """The option that says where a program writes."""
+    if program == "-m":
+        return []
+    return ["--log-file", str(folder / "log.jsonl")] if program == str(TRAIN) else ["--out", str(folder)]
 
 
 def command(step: Step, ranks: int, *, real: bool) -> list[str]:
@@ -163,6 +182,17 @@ def training(out: Path) -> tuple[str, list[Record]]:
     return "\n".join(said), records
 
 
+def predictions(out: Path) -> str:
+    """What the emulator says of the tables, on the topology that was measured beside them."""
+    records = [str(path) for path in sorted((out / "tables").glob("*.jsonl"))]
+    topology = out / TOPOLOGY
+    if not records or not topology.exists():
+        return ""
+    command = [sys.executable, str(HERE / "grounding.py"), *records, "--topology", str(topology)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.stdout.strip() or done.stderr.strip()
+
+
 def report(outcomes: Sequence[Outcome], ranks: int, *, real: bool, out: Path) -> Path:
     """How every step ended and what it said; the figures lie in the folders of the steps."""
     machine = Machine.here()
@@ -174,6 +204,8 @@ def report(outcomes: Sequence[Outcome], ranks: int, *, real: bool, out: Path) ->
     where = f"{ranks} GPUs" if real else f"{ranks} ranks that share GPUs: a trial, its times mean nothing"
     parts = [f"# {where}", machine.describe(), table(["step", "ended", "seconds", "limit"], rows)]
     parts += [f"## Training\n\n{trained}"] if trained else []
+    predicted = predictions(out)
+    parts += [f"## Predicted and measured\n\n{predicted}"] if predicted else []
     for outcome in outcomes:
         records.append(Record("many-gpus", outcome.step.name, "seconds", outcome.seconds))
         records.append(Record("many-gpus", outcome.step.name, "code", outcome.code))

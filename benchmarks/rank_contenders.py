@@ -19,8 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshattn as ma
 from meshattn.packing import Packed, Packing, packed_bytes
-from meshattn.plan import CallShape, Tile
+from meshattn.plan import CallShape
+from meshattn.plan.placement import Cut
 from meshattn.transport.base import Handle, Message, Transport
+from rank_cuts import name_of
 
 Grads = tuple[Tensor, ...]
 
@@ -250,15 +252,15 @@ class TorchContextParallel:
 
 
 def ours_by_transport(
-    case: Case, tile: Tile, transport: str, device: torch.device, timeout: float
+    case: Case, cut: Cut, transport: str, device: torch.device, timeout: float
 ) -> Callable[[], Ours]:
-    """Makes the contender of a tile on a transport; "skipped" moves nothing."""
+    """Makes the contender of a cut on a transport; "skipped" moves nothing."""
 
     def make() -> Ours:
         kind = "p2p" if transport == "skipped" else transport
-        mesh = ma.init_attention_mesh(tile=tile, transport=kind, timeout=timeout)
+        mesh = ma.init_attention_mesh(tile=cut.tile, heads=cut.heads, transport=kind, timeout=timeout)
         if transport == "skipped":
             mesh = without_transfers(mesh)
-        return Ours(f"{tile} {transport}", mesh, case, device)
+        return Ours(f"{name_of(cut)} {transport}", mesh, case, device)
 
     return make

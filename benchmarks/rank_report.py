@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from harness import Machine, Record, Timing, table, write
 from rank_contenders import Case
+from rank_cuts import DIRECTIONS
 from rank_turns import PASSES, Turn, beyond, column
 
-DIRECTIONS = ("forward", "backward")
 INTRO = (
     "All contenders take turns in which forward and backward passes follow each other, as in training; a "
     "time is that of the slowest rank, the median over rounds (middle three fifths). Exposed is what a tile "
@@ -108,7 +108,7 @@ def against_ring(result: Result, name: str, step: str) -> AgainstRing | None:
     """None for a contender that sends nothing, and for ring itself."""
     tile, _, kind = name.partition(" ")
     ring = f"1x{dist.get_world_size()} {kind}"
-    if name == ring or tile.startswith("1x") or not (name in result.sent and ring in result.sent):
+    if tile == ring.partition(" ")[0] or not (name in result.sent and ring in result.sent):
         return None
     pairs = zip(column(result.turns[name], step), column(result.turns[ring], step), strict=True)
     sent = result.sent[name][step] / result.sent[ring][step]

@@ -1,4 +1,4 @@
-"""Every tile of 4 ranks and of all ranks on every transport: equal to the oracle, and the same bits again.
+"""Every cut of 4 ranks and of all ranks on every transport: equal to the oracle, and the same bits again.
 
     torchrun --nproc-per-node 8 benchmarks/self_test.py --transport symmetric p2p
 
@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 import meshattn as ma
 from harness import REPORTS, Machine, Record, table, write
-from meshattn.plan import tiles
+from meshattn.plan.planner import cuts
 from rank_check import CHECKED_ERROR, errors, on_short, oracle
 from rank_contenders import Case
+from rank_cuts import name_of
 from rank_start import join
 
 FEW = 4
@@ -66,10 +67,12 @@ def _of_heads(name: str, options: argparse.Namespace, device: torch.device) -> l
         groups.append(list(range(first, first + FEW)))
     rows = []
     for group in groups:
-        for tile in tiles(len(group)):
+        for cut in cuts(len(group), case.shape(1)):
             earlier = None
             for transport in options.transport:
-                mesh = ma.init_attention_mesh(group, tile=tile, transport=transport, timeout=options.timeout)
+                mesh = ma.init_attention_mesh(
+                    group, tile=cut.tile, heads=cut.heads, transport=transport, timeout=options.timeout
+                )
                 found, again = on_short(mesh, case, device), on_short(mesh, case, device)
                 mesh.close()
                 same = all(map(torch.equal, found, again))
@@ -80,7 +83,7 @@ def _of_heads(name: str, options: argparse.Namespace, device: torch.device) -> l
                 earlier = earlier or found
                 worst = max(errors(found, exact).values())
                 good = same and worst <= CHECKED_ERROR[case.dtype]
-                label = f"P{len(group)}-{tile}-{transport}-{name}"
+                label = f"P{len(group)}-{name_of(cut)}-{transport}-{name}"
                 rows.append(_of_all_ranks((label, worst, compared if same else "DIFFERENT BITS", good)))
     return rows
 

@@ -13,6 +13,7 @@ import pytest
 
 import many_gpus
 import options
+from meshattn import cli
 
 EIGHT_MINUTES = 480
 
@@ -34,6 +35,10 @@ def test_every_step_gives_its_program_options_that_it_takes(ranks: int, real: bo
     assert sum(step.limit for step in steps) <= EIGHT_MINUTES
     for step in steps:
         program, *given = step.program
+        if program == "-m":
+            assert given[:2] == ["meshattn", "calibrate"]
+            assert cli._parser().parse_args(given[1:]).out == tmp_path / many_gpus.TOPOLOGY
+            continue
         assert Path(program).is_file()
         if program == str(many_gpus.TRAIN):
             parsed = options.parse(given)
