@@ -225,7 +225,7 @@ def _plan(
     outside = _shape(q, k, v, options)
     split, groups = mesh.split_heads(outside)
     shape = inner_shape(outside, split.ranks, groups)
-    tile = tile or mesh.tile_for(shape, masks.visibility)
+    tile = tile or mesh.tile_for(outside, masks.visibility)
     exchanges = mesh.head_transport(q.device)
 
     def program(direction: Direction) -> Program:
@@ -269,7 +269,8 @@ def _plan_pass(
     device: torch.device,
 ) -> Program:
     cuts = kernel.name not in PLAIN_MASKS_ALONE
-    taken = route(direction, shape, tile, masks.visibility, mesh.chunk, cuts=cuts)
+    pace = mesh.pace(tile)
+    taken = route(direction, shape, tile, masks.visibility, mesh.chunk, cuts=cuts, pace=pace)
     transports = mesh.transports(tile, device, taken.paths)
     crowd = max(transport.multiprocessors for transport in transports.values())
     return Program(
@@ -281,5 +282,7 @@ def _plan_pass(
         transports=transports,
         intervals=masks.block,
         kernel=kernel,
-        crowded_kernel=leave_room(kernel, device, crowd) if pays_to_share(direction, shape, tile) else kernel,
+        crowded_kernel=leave_room(kernel, device, crowd)
+        if pays_to_share(direction, shape, tile, pace)
+        else kernel,
     )

@@ -10,18 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from meshattn.agreement import Agreement, RankMismatchError
+from meshattn.automatic import TileLike, as_topology, auto_heads, digest, read_tile
 from meshattn.dropout import DropoutSeeds
 from meshattn.layouts import LayoutKind
 from meshattn.plan.assignment import Assignment, Axis, Tile
-from meshattn.plan.cost import CallShape, choose_tile
+from meshattn.plan.cost import NOMINAL, CallShape, Pace
 from meshattn.plan.heads import HeadSplit, head_groups
 from meshattn.plan.hops import RINGS, Paths, Visibility
+from meshattn.plan.placement import Cut
+from meshattn.plan.planner import choose as choose_cut
+from meshattn.plan.script import pace_of
+from meshattn.plan.topology import Topology
 from meshattn.transport.base import TrafficRecord, Transport, TransportError
 from meshattn.transport.connect import Connection, Group, check_transport, choose, connect
 
@@ -37,9 +42,12 @@ AXES: tuple[Axis, Axis] = ("row", "col")
 def init_attention_mesh(
     group: Group | None = None,
     *,
-    tile: str | tuple[int, int] | Tile = "auto",
-    heads: int = 1,
+    tile: TileLike = "auto",
+    heads: int | str = 1,
     head_groups: str | int = "auto",
+    num_heads: tuple[int, int] | None = None,
+    seq_len: int | None = None,
+    topology: Topology | str | Path | None = None,
     transport: str = "auto",
     timeout: float | timedelta = DEFAULT_TIMEOUT,
 ) -> AttentionMesh:
@@ -51,13 +59,20 @@ def init_attention_mesh(
             order), a list of global ranks (in that order), a simulated group, or None for the default
             group.
         tile: (a, b) or "AxB": every rank computes a query chunks against b key/value chunks, heads * a * b =
-            P. (1, P) is Ring-Attention. "auto" takes the tile that moves the least bytes, at the first call
-            of each shape.
+            P. (1, P) is Ring-Attention. "auto" takes the tile that moves the least bytes, or with a topology
+            the one that takes the least time, at the first call of each shape.
         heads: ranks of the head axis (Ulysses): so many consecutive ranks exchange rows for heads before and
             after attention. It divides P and the query heads of every call. With the tile (1, P / heads) it
-            is known as USP.
+            is known as USP. "auto" takes the number that moves the least bytes for ``num_heads``, or with a
+            topology the one that takes the least time for ``num_heads`` and ``seq_len``.
         head_groups: into how many groups each of these ranks splits its heads, to exchange one while another
             is computed; it divides the key/value heads of a rank. "auto" follows from the shape.
+        num_heads: (H, H_kv), the query and the key/value heads of the calls to come, for heads="auto" alone.
+        seq_len: their global length, for heads="auto" with a topology alone.
+        topology: the cluster, for "auto" and for the order of blocks and transfers, which otherwise is made
+            for links of a nominal speed: a `meshattn.plan.topology.Topology`, its file, or the name of a
+            preset (see docs/planning.md). Ranks are taken to be numbered node by node. It must be the same
+            on every rank: results have the same bits for the same topology.
         transport: "auto" takes the copy engines on the axes whose neighbours share a host and "p2p" on the
             others, found out by all ranks together; call torch.cuda.set_device before. "symmetric" insists on
             copy engines, "p2p" on torch.distributed send and receive (gloo, NCCL); a simulated group has
@@ -69,6 +84,8 @@ def init_attention_mesh(
             group.
     """
     chosen: Tile | None = None
+    cluster: Topology | None = None
+    head_ranks = 1
     error: Exception | None = None
     seconds = DEFAULT_TIMEOUT
     try:
@@ -79,19 +96,23 @@ def init_attention_mesh(
     agreement = Agreement(connection.store, connection.name, connection.names, seconds)
     try:
         check_transport(transport, group)
-        _check_heads(heads, head_groups, connection.size)
-        chosen = _tile(tile, connection.size, heads)
+        cluster = None if topology is None else as_topology(topology)
+        wanted = auto_heads(heads, num_heads, seq_len, tile, connection.size, cluster)
+        head_ranks = _check_heads(wanted, head_groups, connection.size)
+        chosen = _tile(tile, connection.size, head_ranks)
     except Exception as failure:  # whatever it is, the other ranks must not wait for this one
         error = error or failure
     stated = {
         "ranks": str(list(connection.names)),
         "tile": str(chosen or "auto"),
-        "heads": str(heads),
+        "heads": str(head_ranks),
         "head_groups": str(head_groups),
+        "topology": digest(cluster),
         "transport": str(transport),
     }
     agreement.enter("init_attention_mesh", stated, error)
-    return AttentionMesh(choose(connection, transport), agreement, chosen, heads, head_groups)
+    connection = choose(connection, transport)
+    return AttentionMesh(connection, agreement, chosen, head_ranks, head_groups, cluster)
 
 
 class AttentionMesh:
@@ -104,6 +125,7 @@ class AttentionMesh:
         tile: Tile | None,
         heads: int = 1,
         head_groups: str | int = "auto",
+        topology: Topology | None = None,
     ) -> None:
         self.rank = connection.rank
         self.size = connection.size
@@ -112,6 +134,7 @@ class AttentionMesh:
         self.chunks = self.size // heads
         self.chunk, self.head = divmod(self.rank, heads)
         self.head_groups = head_groups
+        self.topology = topology
         self.agreement = agreement
         self.dropout_seeds = DropoutSeeds(agreement)
         self.connection = connection
@@ -144,11 +167,19 @@ class AttentionMesh:
         return ShardedSequence(self, seq_len, layout, cu_seqlens, document_lengths)
 
     def tile_for(self, shape: CallShape, visibility: Visibility | None = None) -> Tile:
-        """The tile of a call: the mesh's own, or for "auto" the one that moves the least bytes.
+        """The tile of a call, ``shape`` as a rank has it outside of the head axis: the mesh's own, or for
+        "auto" the one that moves the least bytes, or with a topology takes the least time.
 
         ``visibility`` says which blocks masks leave; by default all.
         """
-        return self.tile or _least_bytes(self.chunks, shape, visibility)
+        if self.tile is not None:
+            return self.tile
+        cut = choose_cut(self.size, shape, heads=self.heads, topology=self.topology, visibility=visibility)
+        return cut.tile
+
+    def pace(self, tile: Tile) -> Pace:
+        """What the lists of a tile take links and kernels for."""
+        return NOMINAL if self.topology is None else pace_of(self.topology, Cut(self.heads, tile))
 
     def split_heads(self, shape: CallShape) -> tuple[HeadSplit, int]:
         """How the heads of a call are shared out on the head axis, and into how many groups each rank splits
@@ -304,12 +335,12 @@ def _counted(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("s" if number != 1 else "")
 
 
-def _check_heads(heads: int, head_groups: str | int, ranks: int) -> None:
-    if type(heads) is not int or heads < 1 or ranks % heads:
+def _check_heads(heads: int | str, head_groups: str | int, ranks: int) -> int:
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or ranks % heads:
         fitting = ", ".join(str(w) for w in range(1, ranks + 1) if ranks % w == 0)
         raise ValueError(f"heads={heads!r} must divide the {ranks} ranks of the mesh: use one of {fitting}")
     if head_groups == "auto":
-        return
+        return heads
     if type(head_groups) is not int or head_groups < 1:
         raise ValueError(f"head_groups={head_groups!r}: give a whole number from 1 on, or 'auto'")
     if heads == 1 and head_groups != 1:
@@ -317,27 +348,18 @@ def _check_heads(heads: int, head_groups: str | int, ranks: int) -> None:
             f"head_groups={head_groups} without a head axis: there is no exchange of heads that it could "
             "hide; leave it out, or pass heads="
         )
+    return heads
 
 
-def _tile(tile: str | tuple[int, int] | Tile, ranks: int, heads: int) -> Tile | None:
-    if tile == "auto":
+def _tile(tile: TileLike, ranks: int, heads: int) -> Tile | None:
+    chosen = read_tile(tile)
+    if chosen is None:
         return None
-    if isinstance(tile, str):
-        tile = Tile.parse(tile)
-    elif not isinstance(tile, Tile):
-        if not isinstance(tile, (tuple, list)) or [type(size) for size in tile] != [int, int]:
-            raise ValueError(f"tile {tile!r}: give two whole numbers (a, b), or text such as '2x4'")
-        tile = Tile(*tile)
-    if tile.ranks != (chunks := ranks // heads):
+    if chosen.ranks != (chunks := ranks // heads):
         fitting = ", ".join(f"{a}x{chunks // a}" for a in range(1, chunks + 1) if chunks % a == 0)
         with_heads = f" with heads={heads}" if heads > 1 else ""
         raise ValueError(
-            f"tile {tile} needs {tile.ranks * heads} ranks{with_heads} but the mesh has {ranks}: use one of "
-            f"{fitting}"
+            f"tile {chosen} needs {chosen.ranks * heads} ranks{with_heads} but the mesh has {ranks}: use one "
+            f"of {fitting}"
         )
-    return tile
-
-
-@lru_cache(maxsize=256)
-def _least_bytes(ranks: int, shape: CallShape, visibility: Visibility | None) -> Tile:
-    return choose_tile(ranks, shape, visibility=visibility)
+    return chosen

@@ -470,7 +470,42 @@ MESHES: dict[str, tuple[Callable[[SimulatedGroup], Any], type[Exception], Words]
         ValueError,
         ("heads=2 must divide the 3 ranks", "use one of 1, 3"),
     ),
-    "heads-text": (lambda g: ma.init_attention_mesh(g, heads="auto"), ValueError, ("heads='auto'", "1, 3")),  # type: ignore[arg-type]
+    "heads-text": (lambda g: ma.init_attention_mesh(g, heads="many"), ValueError, ("heads='many'", "1, 3")),
+    "heads-auto": (
+        lambda g: ma.init_attention_mesh(g, heads="auto"),
+        ValueError,
+        ("heads='auto' needs num_heads=(H, H_kv)", "None"),
+    ),
+    "heads-auto-length": (
+        lambda g: ma.init_attention_mesh(g, heads="auto", num_heads=(6, 3), topology="dgx-h200"),
+        ValueError,
+        ("with a topology needs seq_len",),
+    ),
+    "heads-auto-no-length": (
+        lambda g: ma.init_attention_mesh(g, heads="auto", num_heads=(6, 3), seq_len=99),
+        ValueError,
+        ("without a topology", "takes no seq_len"),
+    ),
+    "heads-auto-kv": (
+        lambda g: ma.init_attention_mesh(g, heads="auto", num_heads=(6, 4)),
+        ValueError,
+        ("num_heads=(6, 4)", "divide H"),
+    ),
+    "num-heads-alone": (
+        lambda g: ma.init_attention_mesh(g, num_heads=(6, 3)),
+        ValueError,
+        ("num_heads=(6, 3) is for heads='auto' alone", "heads=1"),
+    ),
+    "topology-name": (
+        lambda g: ma.init_attention_mesh(g, topology="nowhere"),
+        ValueError,
+        ("topology nowhere", "presets are a3-high, dgx-h200"),
+    ),
+    "topology-kind": (
+        lambda g: ma.init_attention_mesh(g, topology=8),
+        ValueError,
+        ("topology is 8", "path of its file"),
+    ),
     "tile-beside-heads": (
         lambda g: ma.init_attention_mesh(g, heads=3, tile=(1, 3)),
         ValueError,

@@ -196,8 +196,10 @@ def rank_candidates(
     candidates: Sequence[tuple[Cut, tuple[MeshAxis, ...]]],
     *,
     at_least: int = 1,
+    at_most: int | None = None,
 ) -> list[Prediction]:
     """The best first; all that may be among the first ``at_least``, and those that were emulated on the way.
+    ``at_most`` so many are emulated, those with the least bounds.
 
     Equal times are in order of bytes, of those that leave nodes, then of buffers.
     """
@@ -206,7 +208,7 @@ def rank_candidates(
         for number, (cut, order) in enumerate(candidates)
     )
     found: list[Prediction] = []
-    for bound, _, number in bounds:
+    for bound, _, number in bounds[:at_most]:
         if len(found) >= at_least and bound > found[at_least - 1].total_us:
             break
         found.append(question.predict(*candidates[number]))
