@@ -272,15 +272,16 @@ class _AllToAll:
         self._handle = self._call.transport.start_together(list(self._exchanges(group, parts)))
 
     def _exchanges(self, group: int, parts: Sequence[Views]) -> Iterator[Exchange]:
-        call, packing = self._call, self._packing
-        names = ", ".join(field.name for field in packing.fields)
+        call = self._call
+        where = f"{self._direction} head group {group + 1}/{call.groups}"
+        names = " ".join(field.name for field in self._packing.fields)
         for distance, received in enumerate(self._received, 1):
             to, source = self._at(distance), self._at(-distance)
             message = Message(
                 phase=self._direction,
                 axis="heads",
                 flow=self._way,
-                label=f"{self._direction} heads {group + 1}/{call.groups}, {names}",
+                label=f"{where}, {names}",
                 to=call.members[to],
                 source=call.members[source],
                 slot=distance - 1,

@@ -153,7 +153,7 @@ class AttentionMesh:
 
         Args:
             seq_len: global length S, any number from 1 on; it need not divide by anything.
-            layout: "striped" (token t on rank t mod P: causal work is balanced), "zigzag" or "contiguous".
+            layout: "striped" (token t in chunk t mod a * b: causal work is even), "zigzag" or "contiguous".
             cu_seqlens: packed documents, of any lengths from 0 on: integers, of which document d holds the
                 positions cu_seqlens[d] .. cu_seqlens[d + 1] - 1; the same on every rank. It starts with 0 and
                 may end before S: what is left belongs to no document. A tensor is copied to the CPU, once.

@@ -424,6 +424,28 @@ def test_heads_that_cannot_be_shared_out(
     run_ranks(3, on_rank)
 
 
+def test_a_rank_that_fails_is_named_with_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = engine.forward
+
+    def broken(call: engine.Call, *tensors: Any) -> Any:
+        if threading.current_thread().name == "victim":
+            raise RuntimeError("trouble of its own")
+        return forward(call, *tensors)
+
+    monkeypatch.setattr(engine, "forward", broken)
+
+    def on_rank(group: Any) -> None:
+        if group.rank == 1:
+            threading.current_thread().name = "victim"
+        run_case(build_mesh(group, case), case)
+
+    case = _case((3, 1, 1))
+    first, victim, last = run_ranks(3, on_rank, return_exceptions=True)
+    assert str(victim) == "trouble of its own"
+    for other in (first, last):
+        assert str(other).startswith("forward head group 1/1, out lse: no exchange with rank 1")
+
+
 def test_ranks_that_disagree_on_the_axis() -> None:
     def on_rank(group: Any) -> None:
         with pytest.raises(ma.RankMismatchError, match="heads is 1 on rank 2, but 2 on ranks 0, 1, 3"):
