@@ -34,9 +34,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@
 
-# Without GPUs in sight, so that the same happens on every machine (and autograd can run in forked ranks).
+# Without GPUs in sight, so that the same happens on every machine (and autograd can run in forked ranks). Each test
+# computes with one thread: JOBS of them run at once.
 test: $(ENV)
-	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(RUN) -m pytest
+	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(RUN) -m pytest -n $(JOBS)
 
 test-slow: $(ENV)
 	$(RUN) -m pytest -m "slow and not gpu and not multigpu" --timeout 3600
