@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import struct
@@ -208,6 +209,27 @@ def test_nodes_have_networks_and_names_of_their_own_and_reach_each_other() -> No
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "node0 [('10.77.1.2', 'node1'), ('10.77.2.2', 'node2')]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", [["--rate", "20"], ["--no-network"]], ids=["nodes", "loopback"])
+def test_ring_and_mesh_are_checked_and_timed_on_four_ranks(network: list[str], tmp_path: Path) -> None:
+    if "--rate" in network and not networks_can_be_made():
+        pytest.skip("making networks is not permitted here")
+    program = [str(SCRIPT.with_name("distributed.py")), "--seq-len", "300", "--kv-heads", "2", "--no-bare"]
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--ranks", "4", *network, "--", *program]
+    done = subprocess.run(
+        [*command, "--tile", "2x2", "2x1x2", "--rounds", "1", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*distributed-4-ranks-virtual.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    sent = {record["case"]: record for record in records if record["metric"] == "backward bytes"}
+    assert len(sent) == 3 and all(record["ratio"] == 1.0 for record in sent.values())
+    assert all("virtual cluster: 4 ranks" in record["device"] for record in records)
 
 
 def test_without_the_right_to_make_networks_it_says_what_is_missing_and_what_works(
