@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 import meshattn as ma
 from cases import Results, Shape
-from distributed import LAYOUTS, Case, assert_equals_oracle, assert_same_bits, run_case
+from distributed import LAYOUTS, Case, assert_equals_oracle, assert_same_bits, build_mesh, run_case
 from meshattn.plan import CallShape, Tile, tiles, total_bytes
+from test_heads import formula
+from test_traffic import counted
 
 SHAPES = (Shape(B=2, S=157, H=6, H_kv=3, D=64), Shape(B=1, S=89, H=4, H_kv=1, D=32, D_v=16))
 
@@ -39,8 +41,29 @@ def main() -> None:
                 layout = LAYOUTS[(number + tile.a) % len(LAYOUTS)]
                 check(mesh, Case(tile, shape, layout=layout, dtype=dtype))
     check_reduce_dtype(meshes[tiles(ranks)[-1]], Case(tiles(ranks)[-1], SHAPES[0], dtype=torch.bfloat16))
+    for heads in (w for w in range(2, ranks + 1) if ranks % w == 0):
+        check_heads(heads, ranks)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def check_heads(heads: int, ranks: int) -> None:
+    """A head axis and a ring, key/value heads in groups and copied: oracle and bytes, and the same bits from
+    NCCL and from what the mesh takes by itself."""
+    for kv_heads, groups in ((2 * heads, 2), (1, 1)):
+        shape = Shape(B=2, S=157, H=2 * heads, H_kv=kv_heads, D=64)
+        tile = Tile(1, ranks // heads)
+        case = Case(tile, shape, dtype=torch.bfloat16, heads=heads, head_groups=groups)
+        found = []
+        for transport in ("p2p", "auto"):
+            mesh = build_mesh(None, case, transport=transport, timeout=60)
+            found.append(run_case(mesh, case, device="cuda"))
+            assert counted(mesh.traffic()) == formula(case), f"{case}: {mesh.traffic()}"
+            mesh.close()
+        assert_same_bits(found[:1], found[1:])
+        gathered: list[Results | None] = [None] * ranks
+        dist.all_gather_object(gathered, found[0])
+        assert_equals_oracle(case, gathered)
 
 
 def check(mesh: ma.AttentionMesh, case: Case) -> None:
