@@ -20,6 +20,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def _parse(path: Path) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         try:
-            import yaml
+            yaml = import_module("yaml")
         except ImportError:
             raise ValueError(
                 f"{path} is not JSON ({error}); to read other YAML install PyYAML: pip install meshattn[yaml]"
