@@ -126,7 +126,7 @@ def dash_kernel(
         dq_head_ptr = dq_ptr + (batch * rows * heads + head) * D
         head_counters_ptr = counters_ptr + batch_head * query_tiles
         dropout = pack_dropout(
-            seed_low, seed_high, threshold, keep_scale, batch, head, first_head,
+            seed_low, seed_high, threshold, batch, head, first_head,
             q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
         )  # fmt: skip
 
@@ -137,9 +137,9 @@ def dash_kernel(
             r0 = query_tile * Q_TILE
             dk, dv, ds = add_to_dkdv(
                 dk, dv, k, v, q_head_ptr, do_head_ptr, exponent_ptr + row_term, delta_ptr + row_term, r0, t0,
-                start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale, cap_scale, dropout, Q_STRIDE, DO_STRIDE,
-                D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP, DROPOUT, BAND,
-                MASKED_IF_NEEDED,
+                start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale, cap_scale, keep_scale, dropout,
+                Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP,
+                DROPOUT, BAND, MASKED_IF_NEEDED,
             )  # fmt: skip
             dq = product(ds.T, k, None, SINGLE)  # [Q_TILE, PADDED_D]
 
@@ -161,8 +161,10 @@ def dash_kernel(
             counter_ptr = counters_ptr + batch_heads * query_tiles + batch_kv_head * kv_tiles + kv_tile
             row = batch * keys * kv_heads + kv_head
             ours = dv
+            if DROPOUT:
+                ours *= keep_scale
             if dkv_turn >= 0:
-                ours = begin_turn(counter_ptr, dkv_turn, dv)
+                ours = begin_turn(counter_ptr, dkv_turn, ours)
             first = FIRST_DKV and dkv_turn <= 0
             add_tile(dk_ptr + row * D, dk, t0, keys, kv_heads * D, first, KV_TILE, D, PADDED_D)
             add_tile(dv_ptr + row * D_V, ours, t0, keys, kv_heads * D_V, first, KV_TILE, D_V, PADDED_D_V)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from meshattn_kernels.portable.scores import drop, tanh
+from meshattn_kernels.portable.scores import is_kept, tanh
 from meshattn_kernels.portable.tiles import (
     load_rows,
     load_tile,
@@ -46,6 +46,7 @@ def add_to_dkdv(
     n_k,
     exponent_scale,
     cap_scale,
+    keep_scale,
     dropout,
     Q_STRIDE: tl.constexpr,
     DO_STRIDE: tl.constexpr,
@@ -64,7 +65,8 @@ def add_to_dkdv(
     """Add the rows r0 .. r0 + Q_TILE - 1 of one head to dk and dv of the keys from t0 on, k and v.
 
     Exponents and exponent_scale, the softmax scale, are in the base of ``power``. UNMASKED promises real rows
-    that see all of these keys. Returns dk, dv, and ds [KV_TILE, Q_TILE] in the type of the inputs.
+    that see all of these keys. Returns dk, dv, to which the scale of what dropout keeps is still due, and ds
+    [KV_TILE, Q_TILE] in the type of the inputs.
     """
     WHOLE: tl.constexpr = MASK == UNMASKED
     q = load_tile(q_ptr, r0, n_q, Q_STRIDE, Q_TILE, D, PADDED_D, WHOLE)
@@ -88,9 +90,9 @@ def add_to_dkdv(
     if DROPOUT:
         row = (r0 + tl.arange(0, Q_TILE))[None, :]
         key = (t0 + tl.arange(0, KV_TILE))[:, None]
-        factor = drop(1.0, row, key, dropout)
-        kept = p * factor
-        dp *= factor
+        keep = is_kept(row, key, dropout)
+        kept = tl.where(keep, p, 0.0)
+        dp = tl.where(keep, dp * keep_scale, 0.0)
     dv = product(kept.to(do.dtype), do, dv, SINGLE)
     ds = p * (dp - delta[None, :])
     if SOFTCAP:

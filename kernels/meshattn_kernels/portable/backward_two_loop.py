@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from meshattn_kernels.portable.backward_step import MASKED, UNMASKED, add_to_dkdv
-from meshattn_kernels.portable.scores import SCORE_NUMBERS, drop, pack_dropout, tanh
+from meshattn_kernels.portable.scores import SCORE_NUMBERS, is_kept, pack_dropout, tanh
 from meshattn_kernels.portable.tiles import (
     add_tile,
     load_rows,
@@ -132,31 +132,33 @@ def dkdv_kernel(
         for step in tl.range(0, masked * part_heads, num_stages=STAGES, disable_licm=True):
             n = tl.cast(step // masked, tl.int64)
             dropout = pack_dropout(
-                seed_low, seed_high, threshold, keep_scale, batch, head + n, first_head,
+                seed_low, seed_high, threshold, batch, head + n, first_head,
                 q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
             )  # fmt: skip
             r0 = masked_tile(step % masked, first, full, full_end) * Q_TILE
             dk, dv, _ds = add_to_dkdv(
                 dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, exponent_ptr + n * rows,
                 delta_ptr + n * rows, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale,
-                cap_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE,
-                SINGLE, SOFTCAP, DROPOUT, BAND, MASKED,
+                cap_scale, keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE,
+                KV_TILE, SINGLE, SOFTCAP, DROPOUT, BAND, MASKED,
             )  # fmt: skip
         whole = full_end - full
         for step in tl.range(0, whole * part_heads, num_stages=STAGES, disable_licm=True):
             n = tl.cast(step // whole, tl.int64)
             dropout = pack_dropout(
-                seed_low, seed_high, threshold, keep_scale, batch, head + n, first_head,
+                seed_low, seed_high, threshold, batch, head + n, first_head,
                 q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
             )  # fmt: skip
             r0 = (full + step % whole) * Q_TILE
             dk, dv, _ds = add_to_dkdv(
                 dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, exponent_ptr + n * rows,
                 delta_ptr + n * rows, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale,
-                cap_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE,
-                SINGLE, SOFTCAP, DROPOUT, BAND, UNMASKED,
+                cap_scale, keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE,
+                KV_TILE, SINGLE, SOFTCAP, DROPOUT, BAND, UNMASKED,
             )  # fmt: skip
 
+    if DROPOUT:
+        dv *= keep_scale
     row = batch * keys * kv_heads + kv_head
     dk_ptr += part * part_stride.to(tl.int64) * D + row * D
     dv_ptr += part * part_stride.to(tl.int64) * D_V + row * D_V
@@ -233,7 +235,7 @@ def dq_kernel(
     if first < end:
         exponent_scale = to_base(scale, SINGLE)
         dropout = pack_dropout(
-            seed_low, seed_high, threshold, keep_scale, batch, head, first_head,
+            seed_low, seed_high, threshold, batch, head, first_head,
             q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
         )  # fmt: skip
         row = r0 + tl.arange(0, Q_TILE)
@@ -252,14 +254,14 @@ def dq_kernel(
         for tile in tl.range(full, full_end, num_stages=STAGES, disable_licm=True):
             dq = add_to_dq(
                 dq, q, do, exponent, delta, k_ptr, v_ptr, row, tile * KV_TILE, start, stop, n_k,
-                exponent_scale, cap_scale, dropout,
+                exponent_scale, cap_scale, keep_scale, dropout,
                 K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, SOFTCAP, DROPOUT, False,
             )  # fmt: skip
         for n in tl.range(0, full - first + end - full_end, num_stages=STAGES, disable_licm=True):
             t0 = masked_tile(n, first, full, full_end) * KV_TILE
             dq = add_to_dq(
                 dq, q, do, exponent, delta, k_ptr, v_ptr, row, t0, start, stop, n_k,
-                exponent_scale, cap_scale, dropout,
+                exponent_scale, cap_scale, keep_scale, dropout,
                 K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, SOFTCAP, DROPOUT, True,
             )  # fmt: skip
 
@@ -283,6 +285,7 @@ def add_to_dq(
     n_k,
     exponent_scale,
     cap_scale,
+    keep_scale,
     dropout,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
@@ -308,7 +311,7 @@ def add_to_dq(
     if MASKED:
         p = tl.where((key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None]), p, 0.0)
     if DROPOUT:
-        dp = drop(dp, row[:, None], key[None, :], dropout)
+        dp = tl.where(is_kept(row[:, None], key[None, :], dropout), dp * keep_scale, 0.0)
     ds = p * (dp - delta[:, None])
     if SOFTCAP:
         ds *= 1.0 - scores * scores

@@ -16,7 +16,7 @@ from meshattn_kernels.portable.tiles import to_base
 @triton.jit(do_not_specialize=["size"])
 def exponents_kernel(lse_ptr, exponent_ptr, size, SINGLE: tl.constexpr, BLOCK: tl.constexpr):
     """lse in the base of ``tiles.power``; +inf for a row that saw no key (lse -inf), so that its p is 0."""
-    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     lse = tl.load(lse_ptr + offset, mask=offset < size, other=0.0)
     exponent = tl.where(lse == float("-inf"), float("inf"), to_base(lse, SINGLE))
     tl.store(exponent_ptr + offset, exponent, mask=offset < size)

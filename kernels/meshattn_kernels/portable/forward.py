@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from meshattn_kernels.portable.scores import SCORE_NUMBERS, drop, pack_dropout, tanh
+from meshattn_kernels.portable.scores import SCORE_NUMBERS, is_kept, pack_dropout, tanh
 from meshattn_kernels.portable.tiles import (
     from_base,
     load_tile,
@@ -109,10 +109,12 @@ def forward_kernel(
         maximum = tl.where(lse > float("-inf"), to_base(lse, SINGLE), -1e30)
         total = tl.where(lse > float("-inf"), 1.0, 0.0)
         acc = tl.load(out_ptrs, mask=stored[:, None] & (dim < D_V)[None, :], other=0.0)
+        if DROPOUT:
+            acc /= keep_scale
     if first < end:
         exponent_scale = to_base(scale, SINGLE)
         dropout = pack_dropout(
-            seed_low, seed_high, threshold, keep_scale, batch, head, first_head,
+            seed_low, seed_high, threshold, batch, head, first_head,
             q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
         )  # fmt: skip
         q = load_tile(q_ptr, r0, n_q, Q_STRIDE, Q_TILE, D, PADDED_D)
@@ -135,6 +137,8 @@ def forward_kernel(
     total = tl.where(seen, total, 1.0)
     lse = tl.where(seen, from_base(maximum + logarithm(total, SINGLE), SINGLE), float("-inf"))
     acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
+    if DROPOUT:
+        acc *= keep_scale
     tl.store(lse_ptrs, lse, mask=stored)
     tl.store(out_ptrs, acc, mask=stored[:, None] & (dim < D_V)[None, :])
 
@@ -181,7 +185,7 @@ def attend(
     rescale = power(maximum - new_maximum, SINGLE)
     total = total * rescale + tl.sum(p, 1)
     if DROPOUT:
-        p = drop(p, row[:, None], key[None, :], dropout)
+        p = tl.where(is_kept(row[:, None], key[None, :], dropout), p, 0.0)
     v = load_tile(v_ptr, t0, n_k, V_STRIDE, KV_TILE, D_V, PADDED_D_V, not MASKED)
     acc = product(p.to(v.dtype), v, acc * rescale[:, None], SINGLE)
     return acc, new_maximum, total

@@ -6,9 +6,10 @@ A softcap c makes scores c * tanh(scale * q k^T / c): kernels get scale / c as `
 ``meshattn_kernels.dropout``. It travels between device functions as a tuple, which is never looked at where
 DROPOUT is off:
 
-    seed, threshold, scale of what is kept, batch, head, positions of queries, and of keys
+    seed, threshold, batch, head, positions of queries, and of keys
 
-Positions are tuples too: offset, stride, split, jump.
+Positions are tuples too: offset, stride, split, jump. What is kept is scaled in float32, behind the products:
+scaled before, even a probability of 1 would be rounded to the type of the inputs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def positions(row, of):
 
 @triton.jit
 def pack_dropout(
-    seed_low, seed_high, threshold, keep_scale, batch, head, first_head,
+    seed_low, seed_high, threshold, batch, head, first_head,
     q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
 ):  # fmt: skip
     seed = (tl.cast(seed_high, tl.int64) << 32) | (tl.cast(seed_low, tl.int64) & 0xFFFFFFFF)
@@ -55,13 +56,12 @@ def pack_dropout(
     head = tl.cast(head, tl.int32) + first_head
     queries = (q_offset, q_step, q_split, q_jump)
     keys = (k_offset, k_step, k_split, k_jump)
-    return seed, threshold, keep_scale, batch, head, queries, keys
+    return seed, threshold, batch, head, queries, keys
 
 
 @triton.jit
-def drop(value, row, key, dropout):
-    """``value`` of rows and keys that is dropped or scaled; row and key are of shapes that broadcast to its
-    own."""
-    seed, threshold, keep_scale, batch, head, queries, keys = dropout
+def is_kept(row, key, dropout):
+    """Which probabilities of rows and keys are kept; row and key are of shapes that broadcast together."""
+    seed, threshold, batch, head, queries, keys = dropout
     word, _, _, _ = tl.philox(seed, positions(key, keys), positions(row, queries), head, batch)
-    return tl.where((word >> 1).to(tl.int32) >= threshold, value * keep_scale, 0.0)
+    return (word >> 1).to(tl.int32) >= threshold
