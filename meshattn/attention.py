@@ -122,7 +122,7 @@ def ring_attention(
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Ring-Attention (arXiv 2310.01889): `mesh_attention` with the tile (1, P), whatever the tile of the
-    mesh.
+    mesh; beside a head axis the tile (1, P / heads).
 
     The same engine, arguments, results and errors; the baseline to compare with.
     """
