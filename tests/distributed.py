@@ -76,6 +76,7 @@ class Case:
     softcap: float = 0.0
     dropout_p: float = 0.0
     dropout_seed: int = 0
+    strided: bool = False  # inputs and gradients lie in memory with heads before rows
     heads: int = 1  # ranks of the head axis
     head_groups: int | str = "auto"
 
@@ -131,6 +132,8 @@ class Case:
             words.append(f"softcap{self.softcap:g}")
         if self.dropout_p:
             words.append(f"dropout{self.dropout_p:g}")
+        if self.strided:
+            words.append("strided")
         words += [f"docs{packed}" for packed in (self.documents, self.kv_documents) if packed is not None]
         if self.kv_layout is not None:
             words.append(f"keys-{self.kv_layout}")
@@ -162,7 +165,7 @@ def _dense(case: Case, computed: torch.dtype) -> Results:
 
 def _global(case: Case) -> Case:
     """The case without what dense attention does not know, so that results are kept for all of those."""
-    same = {"tile": Tile(1, 1), "layout": "striped", "reduce_dtype": None, "ring": False}
+    same = {"tile": Tile(1, 1), "layout": "striped", "reduce_dtype": None, "ring": False, "strided": False}
     same |= {"heads": 1, "head_groups": "auto"}
     return replace(case, **same, kv_layout=None if case.kv_layout is None else "striped")
 
@@ -224,6 +227,8 @@ def run_case(mesh: AttentionMesh, case: Case, *, device: str = "cpu", **options:
     """One rank's share of a case, forward and backward: tensors of L rows, always on the CPU."""
     seq, kv_seq = sequences(mesh, case)
     q, k, v, do = (x.to(device) for x in local_inputs(case, mesh.rank))
+    if case.strided:
+        q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     call = ring_attention if case.ring else mesh_attention
     answer = call(

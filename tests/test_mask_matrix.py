@@ -107,10 +107,14 @@ def test_keys_of_another_length(queries: int, keys: int) -> None:
 
 
 MASKS = {
+    "causal": {},
+    "full": {"causal": False},
     "documents": {"documents": DOCUMENTS},
     "gaps": {"documents": Packed((0, 4, 9, 23), (3, 0, 11))},
     "window": {"window_size": (5, 2), "causal": False},
     "cross": {"kv_layout": "contiguous", "shape": Shape(B=1, S=23, H=2, H_kv=1, D=8, S_k=31)},
+    "softcap": {"softcap": 2.0},
+    "dropout": {"dropout_p": 0.2, "dropout_seed": 1},
 }
 
 

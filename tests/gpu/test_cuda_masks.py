@@ -72,6 +72,7 @@ def drawn_case(
         softcap=softcap,
         dropout_p=dropout_p,
         dropout_seed=draw.randint(0, 2**64 - 1),
+        strided=draw.random() < 0.3,
     )
 
 

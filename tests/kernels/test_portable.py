@@ -11,7 +11,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
 
 from cases import Inputs, Shape, make_inputs
 from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals
@@ -23,7 +22,6 @@ if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
 
 import triton.language as tl  # noqa: E402
 
-from meshattn_kernels.portable import variants  # noqa: E402
 from meshattn_kernels.portable.kernel import TritonDashKernel, TritonKernel, group_parts  # noqa: E402
 from meshattn_kernels.portable.launch import INTERPRETED, padded, tiling  # noqa: E402
 from meshattn_kernels.portable.tiles import count_at_most, sees_all, tile_keys, tile_rows  # noqa: E402
@@ -302,38 +300,6 @@ def test_what_is_not_served_is_refused_by_name(kernel: Kernel) -> None:
         forward(make_inputs(Shape(B=1, S=4, H=2, H_kv=1, D=16, D_v=264), torch.float16))
     with pytest.raises(ValueError, match=r"softmax_scale is -1\.0"):
         forward(make_inputs(shape, torch.float16), -1.0)
-
-
-class _StandIn:
-    """A jitted kernel, and a compiled one: notes what it is asked for."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[object, ...]]] = []
-
-    def warmup(self, *args: object, grid: object, num_warps: int) -> dict[object, object]:
-        self.calls.append(("compile", args))
-        return {grid: lambda *args: self.calls.append(("direct", args))}
-
-    def __getitem__(self, grid: object):
-        return lambda *args, num_warps: self.calls.append(("ordinary", args))
-
-
-def test_a_launch_goes_straight_to_its_variant_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants, "INTERPRETED", False)
-    kernel, grid, x = _StandIn(), (1, 1, 1), torch.zeros(16)
-    launch = variants.Launcher(kernel)
-
-    def kinds(x: Tensor, number: float, strides: tuple[int, ...], constant: int) -> list[str]:
-        kernel.calls.clear()
-        launch(grid, (x,), (number,), strides, (constant,), warps=4)
-        return [kind for kind, _ in kernel.calls]
-
-    assert kinds(x, 7, (), 1) == ["compile", "direct"]
-    assert kernel.calls[-1] == ("direct", (x.data_ptr(), 7, 1))
-    assert kinds(x, 8, (32,), 1) == ["direct"]
-    assert kinds(x, 7, (), 2) == ["compile", "direct"]
-    assert kinds(x.int(), 7, (), 1) == ["compile", "direct"]
-    assert kinds(x[1:], 7, (), 1) == kinds(x, 7, (8,), 1) == kinds(x, 2**31, (), 1) == ["ordinary"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes any device")

@@ -18,7 +18,7 @@ from meshattn_kernels.dropout import Dropout
 from meshattn_kernels.intervals import BandIntervals, Intervals
 from meshattn_kernels.portable.backward_dash import clear_rows_kernel, dash_kernel
 from meshattn_kernels.portable.backward_two_loop import dkdv_kernel, dq_kernel
-from meshattn_kernels.portable.finish import add_parts_kernel, exponents_kernel, scale_and_cast_kernel
+from meshattn_kernels.portable.flat import add_parts, exponents, scaled
 from meshattn_kernels.portable.forward import forward_kernel
 from meshattn_kernels.portable.launch import (
     Tiling,
@@ -34,7 +34,6 @@ from meshattn_kernels.portable.launch import (
 from meshattn_kernels.portable.variants import Launcher
 from meshattn_kernels.tile_ranges import visible_ranges
 
-FLAT_BLOCK = 4096
 NOMINAL_PROGRAMS = 128
 """A group of query heads is cut into parts, each its own program, up to about so many programs. A constant
 and not the number of multiprocessors, so that the order of sums follows from the shape."""
@@ -47,9 +46,6 @@ _dkdv = Launcher(dkdv_kernel)
 _dq = Launcher(dq_kernel)
 _dash = Launcher(dash_kernel, cooperative=True)
 _clear_rows = Launcher(clear_rows_kernel)
-_add_parts = Launcher(add_parts_kernel)
-_scale_and_cast = Launcher(scale_and_cast_kernel)
-_turn_lse = Launcher(exponents_kernel)
 
 
 @dataclass(frozen=True)
@@ -80,8 +76,8 @@ class _Portable:
         if kind == "out":
             return (acc["out"].to(dtype, copy=True),)
         if kind == "dq":
-            return (_scaled(acc["dq"], softmax_scale, dtype),)
-        return _scaled(acc["dk"], softmax_scale, dtype), acc["dv"].to(dtype, copy=True)
+            return (scaled(acc["dq"], softmax_scale, dtype),)
+        return scaled(acc["dk"], softmax_scale, dtype), acc["dv"].to(dtype, copy=True)
 
     def _clear_first(
         self, dq: Mapping[str, Tensor], dkv: Mapping[str, Tensor], first_dq: bool, first_dkv: bool
@@ -152,7 +148,7 @@ class TritonKernel(_Portable):
             self._clear_first(dq, dkv, first_dq, first_dkv)
             return
         q, k, v, do = readable(q), readable(k), readable(v), readable(do)
-        exponent, delta = _exponents(lse, q.dtype), delta.contiguous()
+        exponent, delta = exponents(lse, q.dtype), delta.contiguous()
         scores = self._scores(softmax_scale)
         _two_loop_dkdv(q, k, v, do, exponent, delta, dkv, intervals, scores, first_dkv)
         _two_loop_dq(q, k, v, do, exponent, delta, dq["dq"], intervals, scores, first_dq)
@@ -196,7 +192,7 @@ class TritonDashKernel(_Portable):
             self._clear_first(dq, dkv, first_dq, first_dkv)
             return
         q, k, v, do = readable(q), readable(k), readable(v), readable(do)
-        exponent, delta = _exponents(lse, q.dtype), delta.contiguous()
+        exponent, delta = exponents(lse, q.dtype), delta.contiguous()
         batch, rows, heads, head_dim = q.shape
         _, keys, kv_heads, _ = v.shape
         tiles = tiles_for("dash", q, v, dropout=self.dropout is not None)
@@ -285,10 +281,9 @@ def _two_loop_dkdv(
             (*constants(tiles, q, k, v, do), *changed, bounds.band, first or parts > 1),
             warps=tiles.warps,
         )  # fmt: skip
-        if parts > 1:
-            for cut, acc in ((dk, dkv["dk"]), (dv, dkv["dv"])):
-                grid = (-(-acc.numel() // FLAT_BLOCK), 1, 1)
-                _add_parts(grid, (cut, acc), (acc.numel(), parts), (), (first, FLAT_BLOCK), warps=4)
+    if parts > 1:
+        add_parts(dk, dkv["dk"], first)
+        add_parts(dv, dkv["dv"], first)
 
 
 def _two_loop_dq(
@@ -327,25 +322,3 @@ def group_parts(group: int, tasks: int) -> int:
 def _is_empty_band(intervals: Intervals) -> bool:
     """Whether a launch can be spared. For arrays that would need a look at the device: their kernels look."""
     return isinstance(intervals, BandIntervals) and intervals.is_empty
-
-
-def _scaled(acc: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    result = torch.empty_like(acc, dtype=dtype)
-    size = acc.numel()
-    with on_device(acc.device):
-        _scale_and_cast(
-            (-(-size // FLAT_BLOCK), 1, 1), (acc, result), (size, scale), (), (FLAT_BLOCK,), warps=4
-        )
-    return result
-
-
-def _exponents(lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """See ``finish.exponents_kernel``. Once, and not in every step of a loop, which it would make 5 percent
-    longer."""
-    lse = lse.contiguous()
-    result = torch.empty_like(lse)
-    size = lse.numel()
-    with on_device(lse.device):
-        grid = (-(-size // FLAT_BLOCK), 1, 1)
-        _turn_lse(grid, (lse, result), (size,), (), (dtype == torch.float32, FLAT_BLOCK), warps=4)
-    return result

@@ -1,0 +1,47 @@
+"""Launches of the flat passes of ``finish``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshattn_kernels.portable.finish import add_parts_kernel, exponents_kernel, scale_and_cast_kernel
+from meshattn_kernels.portable.launch import on_device
+from meshattn_kernels.portable.variants import Launcher
+
+FLAT_BLOCK = 4096
+
+_add_parts = Launcher(add_parts_kernel)
+_scale_and_cast = Launcher(scale_and_cast_kernel)
+_turn_lse = Launcher(exponents_kernel)
+
+
+def add_parts(parts: Tensor, acc: Tensor, first: bool) -> None:
+    """Add parts [n, *acc.shape], from the first to the last, to ``acc``; with ``first`` write it."""
+    with on_device(acc.device):
+        _add_parts(_grid(acc), (parts, acc), (acc.numel(), len(parts)), (), (first, FLAT_BLOCK), warps=4)
+
+
+def scaled(acc: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """acc * scale in ``dtype``."""
+    result = torch.empty_like(acc, dtype=dtype)
+    with on_device(acc.device):
+        _scale_and_cast(_grid(acc), (acc, result), (acc.numel(), scale), (), (FLAT_BLOCK,), warps=4)
+    return result
+
+
+def exponents(lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """See ``finish.exponents_kernel``; ``dtype`` is that of the inputs.
+
+    Once, and not in every step of a loop, which it would make 5 percent longer.
+    """
+    lse = lse.contiguous()
+    result = torch.empty_like(lse)
+    with on_device(lse.device):
+        constants = dtype == torch.float32, FLAT_BLOCK
+        _turn_lse(_grid(lse), (lse, result), (lse.numel(),), (), constants, warps=4)
+    return result
+
+
+def _grid(x: Tensor) -> tuple[int, int, int]:
+    return -(-x.numel() // FLAT_BLOCK), 1, 1

@@ -1,0 +1,43 @@
+"""How the portable kernels are launched, with stand-ins for kernels: on any machine with triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from meshattn_kernels.portable import variants
+
+
+class _StandIn:
+    """A jitted kernel, and a compiled one: notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[object, ...]]] = []
+
+    def warmup(self, *args: object, grid: object, num_warps: int) -> dict[object, object]:
+        self.calls.append(("compile", args))
+        return {grid: lambda *args: self.calls.append(("direct", args))}
+
+    def __getitem__(self, grid: object):
+        return lambda *args, num_warps: self.calls.append(("ordinary", args))
+
+
+def test_a_launch_goes_straight_to_its_variant_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "INTERPRETED", False)
+    kernel, grid, x = _StandIn(), (1, 1, 1), torch.zeros(16)
+    launch = variants.Launcher(kernel)
+
+    def kinds(x: Tensor, number: float, strides: tuple[int, ...], constant: int) -> list[str]:
+        kernel.calls.clear()
+        launch(grid, (x,), (number,), strides, (constant,), warps=4)
+        return [kind for kind, _ in kernel.calls]
+
+    assert kinds(x, 7, (), 1) == ["compile", "direct"]
+    assert kernel.calls[-1] == ("direct", (x.data_ptr(), 7, 1))
+    assert kinds(x, 8, (32,), 1) == ["direct"]
+    assert kinds(x, 7, (), 2) == ["compile", "direct"]
+    assert kinds(x.int(), 7, (), 1) == ["compile", "direct"]
+    assert kinds(x[1:], 7, (), 1) == kinds(x, 7, (8,), 1) == kinds(x, 2**31, (), 1) == ["ordinary"]
