@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import meshattn as ma
-from cases import Shape
-from distributed import LAYOUTS, Case, assert_same_bits, check_cases, run_cases
+from cases import Shape, make_inputs
+from distributed import LAYOUTS, Case, assert_same_bits, build_mesh, check_cases, run_cases
+from meshattn import reference
 from meshattn.dropout import chunk_affine
 from meshattn.layouts import Layout, LayoutKind
 from meshattn.masks import chunk_positions
@@ -71,7 +72,7 @@ def masks_read_from_out(case: Case) -> Tensor:
     eye = torch.eye(shape.S).double().expand(shape.B, -1, -1)[:, :, None]
 
     def on_rank(group: Any) -> Tensor:
-        seq = ma.init_attention_mesh(group, tile=case.tile).sequence(shape.S, layout=case.layout)
+        seq = build_mesh(group, case).sequence(shape.S, layout=case.layout)
         zeros = torch.zeros(shape.B, seq.rows, shape.H, 8).double()
         out = ma.mesh_attention(
             zeros, zeros, seq.shard(eye.expand(-1, -1, shape.H, -1)), seq, dropout_p=0.4, dropout_seed=SEED
@@ -87,8 +88,10 @@ def masks_read_from_out(case: Case) -> Tensor:
 def test_one_mask_for_every_mesh_and_tile(layout: LayoutKind) -> None:
     shape = Shape(B=2, S=24, H=3, H_kv=3, D=8)
     expected = Dropout(0.4, SEED).kept(2, 3, (0, 24), (0, 24), "cpu").transpose(1, 2)
-    for tile in [Tile(1, 1), *tiles(4), Tile(2, 3), Tile(1, 5)]:
-        assert torch.equal(masks_read_from_out(Case(tile, shape, layout)), expected), tile
+    cases = [Case(tile, shape, layout) for tile in [Tile(1, 1), *tiles(4), Tile(2, 3), Tile(1, 5)]]
+    cases += [Case(tile, shape, layout, heads=3) for tile in (Tile(1, 1), Tile(2, 1))]
+    for case in cases:
+        assert torch.equal(masks_read_from_out(case), expected), case
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -102,6 +105,29 @@ def test_gradients_equal_dense_attention_with_the_mask(layout: LayoutKind) -> No
         + [replace(case, shape=other, kv_layout="zigzag", dropout_p=0.9)]
     )
     check_cases([replace(case, tile=Tile(1, 1), dropout_seed=3)])
+
+
+def test_gradients_flow_through_lse_beside_dropout() -> None:
+    """Against dense attention; dropout changes out alone, and both give gradients to q and k."""
+    shape = Shape(B=1, S=11, H=2, H_kv=1, D=8)
+    q, k, v, do = make_inputs(shape)
+    weight = torch.randn(1, 2, 11, dtype=torch.float64)
+
+    def grads(attend: Any) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = attend(*leaves)
+        return list(torch.autograd.grad((out * do).sum() + (lse * weight).sum(), leaves))
+
+    def on_rank(group: Any) -> list[Tensor]:
+        seq = ma.init_attention_mesh(group).sequence(11)
+        options = {"causal": True, "dropout_p": 0.3, "dropout_seed": SEED, "return_lse": True}
+        return grads(lambda *leaves: ma.mesh_attention(*leaves, seq, **options))
+
+    expected = grads(
+        lambda *leaves: reference.attention(*leaves, causal=True, dropout_p=0.3, dropout_seed=SEED)
+    )
+    for ours, exact in zip(run_ranks(1, on_rank)[0], expected, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_blocks_of_any_size_drop_the_same() -> None:

@@ -44,6 +44,8 @@ def run(case: Case, sinks: Tensor | None, **options: Any) -> tuple[Results, list
             window_size=case.window_size,
             softmax_scale=case.softmax_scale,
             softcap=case.softcap,
+            dropout_p=case.dropout_p,
+            dropout_seed=case.dropout_seed,
             sinks=own,
             return_lse=True,
             **options,
@@ -60,7 +62,8 @@ def dense(case: Case) -> tuple[Results, Tensor]:
     inputs = [x.double() for x in inputs_of(case.shape, case.dtype, case.seed)]
     leaves = [x.clone().requires_grad_() for x in (*inputs[:3], sinks_of(case).double())]
     q, k, v, sinks = leaves
-    options = {"softmax_scale": case.softmax_scale, "softcap": case.softcap}
+    names = ("softmax_scale", "softcap", "dropout_p", "dropout_seed")
+    options = {name: getattr(case, name) for name in names}
     out, lse = reference.attention(q, k, v, sinks=sinks, **options, **case.rule)
     dq, dk, dv, dsinks = torch.autograd.grad(out, leaves, inputs[3])
     return Results(out.detach(), lse.detach(), dq, dk, dv), dsinks
