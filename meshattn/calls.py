@@ -29,7 +29,7 @@ from meshattn.masks import BlockMasks
 from meshattn.mesh import AttentionMesh
 from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape, pays_to_share
-from meshattn.plan.heads import inner_shape, pays_to_share_heads
+from meshattn.plan.heads import inner_shape
 from meshattn.plan.route import route
 from meshattn.plan.schedule import Direction
 from meshattn.program import Program
@@ -133,7 +133,7 @@ def _make_ready(
         mesh.connection.check_device(q.device)
         local = _check_kernel(options, q, v, masks)
         chosen = local.name
-        mesh.split_heads(_shape(q, k, v, options))
+        mesh.split_heads(_shape(q, k, v, options), q.device)
     except Exception as failure:  # whatever it is, the other ranks must not wait for this one
         error = failure
     for sequence in (seq, keys):
@@ -223,23 +223,16 @@ def _plan(
     tile: Tile | None,
 ) -> HeadCall:
     outside = _shape(q, k, v, options)
-    split, groups = mesh.split_heads(outside)
-    shape = inner_shape(outside, split.ranks, groups)
+    split, groups = mesh.split_heads(outside, q.device)
+    # The lists are those of one group: how many there are changes no order, and so no bits.
+    whole, shape = inner_shape(outside, split.ranks), inner_shape(outside, split.ranks, groups)
     tile = tile or mesh.tile_for(outside, masks.visibility)
-    exchanges = mesh.head_transport(q.device)
-
-    def program(direction: Direction) -> Program:
-        taking = exchanges.multiprocessors if groups > 1 else 0
-        beside = taking > 0 and pays_to_share_heads(direction, outside, split.ranks, groups, tile)
-        local = leave_room(kernel, q.device, taking) if beside else kernel
-        return _plan_pass(direction, mesh, shape, tile, masks, local, q.device)
-
     exact = accumulator_dtype(q.dtype)
     reduce_dtype = options.reduce_dtype or exact
     dropout = DropoutRule(options.dropout_p, masks.q_layout, masks.kv_layout) if options.dropout_p else None
     inner = engine.Call(
-        forward=program("forward"),
-        backward=program("backward"),
+        forward=_plan_pass("forward", mesh, whole, tile, masks, kernel, q.device),
+        backward=_plan_pass("backward", mesh, whole, tile, masks, kernel, q.device),
         kernel=kernel,
         dropout=dropout,
         batch=shape.batch,
@@ -256,7 +249,7 @@ def _plan(
         softmax_scale=shape.head_dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale),
         device=q.device,
     )
-    return HeadCall(inner, split, groups, mesh.head_ranks, mesh.head, exchanges)
+    return HeadCall(inner, split, groups, mesh.head_ranks, mesh.head, mesh.head_transport(q.device))
 
 
 def _plan_pass(

@@ -66,7 +66,8 @@ def init_attention_mesh(
             is known as USP. "auto" takes the number that moves the least bytes for ``num_heads``, or with a
             topology the one that takes the least time for ``num_heads`` and ``seq_len``.
         head_groups: into how many groups each of these ranks splits its heads, to exchange one while another
-            is computed; it divides the key/value heads of a rank. "auto" follows from the shape.
+            is computed; it divides the key/value heads of a rank. "auto" follows from the shape, and is 1
+            where NCCL serves the head axis. Results have the same bits for every number.
         num_heads: (H, H_kv), the query and the key/value heads of the calls to come, for heads="auto" alone.
         seq_len: their global length, for heads="auto" with a topology alone.
         topology: the cluster, for "auto" and for the order of blocks and transfers, which otherwise is made
@@ -181,15 +182,17 @@ class AttentionMesh:
         """What the lists of a tile take links and kernels for."""
         return NOMINAL if self.topology is None else pace_of(self.topology, Cut(self.heads, tile))
 
-    def split_heads(self, shape: CallShape) -> tuple[HeadSplit, int]:
+    def split_heads(self, shape: CallShape, device: torch.device) -> tuple[HeadSplit, int]:
         """How the heads of a call are shared out on the head axis, and into how many groups each rank splits
-        its own; ``shape`` is that of a rank's rows.
+        its own; ``shape`` is that of a rank's rows. Exchanges that take multiprocessors from the kernels do
+        not pay beside them: they wait there for the other rank.
 
         Raises ValueError if they do not divide.
         """
         split = HeadSplit.of(shape.heads, shape.kv_heads, self.heads)
         if isinstance(self.head_groups, str):
-            return split, head_groups(shape, self.heads)
+            taking = self.head_transport(device).multiprocessors > 0
+            return split, 1 if taking else head_groups(shape, self.heads)
         if split.kv_heads % self.head_groups:
             raise ValueError(
                 f"head_groups={self.head_groups}, but a rank of the head axis has {split.kv_heads} key/value "

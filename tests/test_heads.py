@@ -125,6 +125,27 @@ def test_groups_of_heads(axes: tuple[int, int, int]) -> None:
     check_cases([*cases, replace(cases[1], dropout_p=0.3, dropout_seed=7)])
 
 
+@pytest.mark.parametrize("axes", [(2, 1, 1), (2, 1, 2), (2, 2, 2)], ids=_name)
+def test_groups_change_no_bits(axes: tuple[int, int, int]) -> None:
+    """The order of blocks does not follow from the size of a group."""
+    cases = [_case(axes, GROUPED, dtype=torch.float32, head_groups=groups) for groups in (1, 2, 4)]
+    one, two, four = run_cases(cases)
+    assert_same_bits(one, two)
+    assert_same_bits(one, four)
+
+
+@pytest.mark.parametrize("taken", [0, 16], ids="{}-multiprocessors".format)
+def test_no_groups_where_exchanges_take_multiprocessors(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadTransport, "multiprocessors", taken)
+    shape = replace(call_shape(_case((2, 1, 1), GROUPED)), rows=2**20, key_rows=2**20)
+
+    def on_rank(group: Any) -> int:
+        return ma.init_attention_mesh(group, heads=2).split_heads(shape, torch.device("cpu"))[1]
+
+    assert run_ranks(2, on_rank) == [1 if taken else head_groups(shape, 2)] * 2
+    assert head_groups(shape, 2) == 4
+
+
 def test_the_bits_are_those_of_the_tile_alone() -> None:
     """Rows and heads go to other ranks and back, the sums stay the same; so also on every run."""
     shape = replace(GROUPED, S=32)

@@ -19,11 +19,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
-from .assignment import Tile
-from .cost import CallShape, Traffic, costs
+from .cost import CallShape, Traffic
 from .schedule import Direction, Way
 
-GROUP_COST = 8 * 2**20
+GROUP_COST = 16 * 2**20
 """What one more head group costs, in byte times of a nominal link: launches, and a kernel's ragged end."""
 
 
@@ -103,10 +102,3 @@ def head_groups(shape: CallShape, ranks: int) -> int:
     num_bytes = sum(part.num_bytes for part in exchange("forward", shape, ranks).values())
     divisors = [groups for groups in range(1, kv_heads + 1) if kv_heads % groups == 0]
     return min(divisors, key=lambda groups: (num_bytes // groups + groups * GROUP_COST, groups))
-
-
-def pays_to_share_heads(direction: Direction, shape: CallShape, ranks: int, groups: int, tile: Tile) -> bool:
-    """Whether the attention of a group should leave an eighth of the GPU to the exchanges beside it, as
-    ``cost.pays_to_share`` has it for the blocks beside a transfer."""
-    attention = costs(direction, inner_shape(shape, ranks, groups)).block * tile.ranks
-    return attention < 8 * (ranks - 1) * sum(message_bytes(direction, shape, ranks, groups).values())

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape
 from meshattn.plan.heads import (
     GROUP_COST,
@@ -17,7 +16,6 @@ from meshattn.plan.heads import (
     head_groups,
     inner_shape,
     message_bytes,
-    pays_to_share_heads,
 )
 
 SHAPE = CallShape(
@@ -111,10 +109,3 @@ def test_groups_follow_from_what_is_left_exposed() -> None:
             assert num_bytes // groups + groups * GROUP_COST <= num_bytes // other + other * GROUP_COST
     assert head_groups(replace(shape, rows=2**20), 1) == 1
     assert head_groups(replace(shape, rows=2**20, kv_heads=2), 16) == 1, "one key/value head a rank"
-
-
-def test_room_is_left_where_exchanges_take_long() -> None:
-    """Attention grows with the square of the rows, the exchange with the rows."""
-    assert pays_to_share_heads("forward", SHAPE, 2, 1, Tile(1, 1))
-    longer = replace(SHAPE, rows=2**18, key_rows=2**18)
-    assert not pays_to_share_heads("forward", longer, 2, 1, Tile(1, 1))
