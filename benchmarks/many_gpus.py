@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{step.name}: code {outcomes[-1].code}, {outcomes[-1].seconds:.0f} s", flush=True)
     finally:
         print(f"written to {report(outcomes, ranks, real=real, out=options.out)}")
-    return max((outcome.code != 0 for outcome in outcomes), default=1)
+    return int(not outcomes or any(outcome.code for outcome in outcomes))
 
 
 if __name__ == "__main__":
