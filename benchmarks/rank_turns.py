@@ -70,7 +70,8 @@ def _turn(contender: Contender, device: torch.device, pairs: int) -> Turn:
 def _gpu_times(contender: Contender, settling: int, pairs: int) -> tuple[float, float, float]:
     torch.cuda.synchronize()
     dist.barrier()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * pairs + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * pairs)]
+    events.append(torch.cuda.Event(enable_timing=True, blocking=True))
     begin = time.perf_counter()
     events[0].record()
     for number in range(pairs):
@@ -79,7 +80,7 @@ def _gpu_times(contender: Contender, settling: int, pairs: int) -> tuple[float, 
         contender.backward(out)
         events[2 * number + 2].record()
     host = (time.perf_counter() - begin) * 1e3 / pairs
-    torch.cuda.synchronize()
+    events[-1].synchronize()  # asleep: ranks that share cores would take them from those who send
     spans = [a.elapsed_time(b) for a, b in itertools.pairwise(events)][2 * settling :]
     return statistics.fmean(spans[0::2]), statistics.fmean(spans[1::2]), host
 
