@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         if dist.get_rank() == 0:
             print(table_of(results[-1]), flush=True)
     if dist.get_rank() == 0:
-        print(f"written to {write_report(results, Path(options.out))}")
+        print(f"written to {write_report(results, Path(options.out), options.commit)}")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -87,6 +87,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turn-ms", type=float, default=60.0, help="about how long a turn runs")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a rank waits for another")
     parser.add_argument("--out", default=str(REPORTS), help="folder of the report")
+    parser.add_argument("--commit", help="name of the code, where it is no git checkout")
     return parser.parse_args(arguments)
 
 

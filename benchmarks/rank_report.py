@@ -172,9 +172,9 @@ def _records(result: Result) -> list[Record]:
     return records
 
 
-def write_report(results: Sequence[Result], folder: Path) -> Path:
+def write_report(results: Sequence[Result], folder: Path, commit: str | None = None) -> Path:
     """The report of all cases and its records; returns where it lies."""
-    machine, ranks = Machine.here(), dist.get_world_size()
+    machine, ranks = Machine.here(commit=commit), dist.get_world_size()
     text = "\n\n".join(
         [f"# Ring and mesh tiles, {ranks} ranks", machine.describe(), INTRO, *map(table_of, results), ""]
     )

@@ -37,6 +37,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds a rank waits for another")
     parser.add_argument("--out", default=str(REPORTS), help="folder of the report")
+    parser.add_argument("--commit", help="name of the code, where it is no git checkout")
     return parser.parse_args(arguments)
 
 
@@ -96,7 +97,7 @@ def _of_all_ranks(row: Row) -> Row:
 
 
 def _report(rows: list[Row], options: argparse.Namespace) -> None:
-    machine, ranks = Machine.here(), dist.get_world_size()
+    machine, ranks = Machine.here(commit=options.commit), dist.get_world_size()
     head = ["case", "error against float64", "same bits as", ""]
     cells = [[case, f"{error:.1e}", bits, "good" if good else "WRONG"] for case, error, bits, good in rows]
     bad = sum(not good for *_, good in rows)
