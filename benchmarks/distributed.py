@@ -77,6 +77,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--tile", nargs="+", default=[], help="AxB, WxAxB with a head axis of W, or auto (default: all tiles)"
     )
     parser.add_argument("--head-axis", action="store_true", help="all tiles with every head axis, too")
+    parser.add_argument(
+        "--head-groups", type=int, nargs="+", default=[], help="beside auto, on tiles with a head axis"
+    )
     parser.add_argument("--topology", help="what auto plans for, a head axis too (default: fewest bytes)")
     parser.add_argument("--transport", nargs="+", default=["p2p"], choices=("auto", "symmetric", "p2p"))
     parser.add_argument("--no-bare", action="store_true", help="leave out the tiles without their transfers")
@@ -97,10 +100,11 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
     topology = load_topology(options.topology) if options.topology else None
     chosen = chosen_cuts(options.tile, ranks, shape, topology, head_axis=options.head_axis)
     kinds = [*([] if options.no_bare else ["skipped"]), *options.transport]
+    grouped = [f"{kind}/{groups}" for kind in options.transport for groups in options.head_groups]
     ours = {
         (cut, kind): ours_by_transport(case, cut, kind, device, options.timeout)()
         for cut in chosen
-        for kind in kinds
+        for kind in (*kinds, *(grouped if cut.heads > 1 else ()))
     }
     exact = oracle(case, device)
     for (_, kind), contender in ours.items():
@@ -137,7 +141,7 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
         records, name = contender.mesh.traffic(), contender.name
         sent[name] = {p: sum(r.sent_bytes for r in records if r.phase == p) for p in DIRECTIONS}
         formula[name] = {p: formula_bytes(p, cut, shape) for p in DIRECTIONS}
-        memory[name] = formula_memory(cut, shape)
+        memory[name] = formula_memory(cut, shape, contender.mesh.split_heads(shape, device)[1])
         contender.mesh.check()
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -254,11 +254,18 @@ class TorchContextParallel:
 def ours_by_transport(
     case: Case, cut: Cut, transport: str, device: torch.device, timeout: float
 ) -> Callable[[], Ours]:
-    """Makes the contender of a cut on a transport; "skipped" moves nothing."""
+    """Makes the contender of a cut on a transport, "/" and its number of head groups behind it if that is not
+    what the mesh takes; "skipped" moves nothing."""
+    name, _, groups = transport.partition("/")
 
     def make() -> Ours:
-        kind = "p2p" if transport == "skipped" else transport
-        mesh = ma.init_attention_mesh(tile=cut.tile, heads=cut.heads, transport=kind, timeout=timeout)
+        mesh = ma.init_attention_mesh(
+            tile=cut.tile,
+            heads=cut.heads,
+            head_groups=int(groups) if groups else "auto",
+            transport="p2p" if name == "skipped" else name,
+            timeout=timeout,
+        )
         if transport == "skipped":
             mesh = without_transfers(mesh)
         return Ours(f"{name_of(cut)} {transport}", mesh, case, device)

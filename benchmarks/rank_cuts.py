@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshattn.plan import CallShape, Tile, total_bytes
 from meshattn.plan.cost import peak_memory
-from meshattn.plan.heads import exchange, exchange_memory, head_groups, inner_shape
+from meshattn.plan.heads import exchange, exchange_memory, inner_shape
 from meshattn.plan.placement import Cut
 from meshattn.plan.planner import choose, cuts
 from meshattn.plan.schedule import Direction
@@ -52,17 +52,15 @@ def formula_bytes(direction: Direction, cut: Cut, shape: CallShape) -> int:
     """What every rank sends in a pass; ``shape`` is that of its rows, with all heads."""
     if cut.heads == 1:
         return total_bytes(direction, cut.tile, shape)
-    groups = head_groups(shape, cut.heads)
-    between = exchange(direction, shape, cut.heads, groups)
-    inside = total_bytes(direction, cut.tile, inner_shape(shape, cut.heads, groups))
-    return groups * inside + sum(part.num_bytes for part in between.values())
+    between = exchange(direction, shape, cut.heads)
+    inside = total_bytes(direction, cut.tile, inner_shape(shape, cut.heads))
+    return inside + sum(part.num_bytes for part in between.values())
 
 
-def formula_memory(cut: Cut, shape: CallShape) -> int:
-    """Buffers of a rank in the pass that needs more."""
+def formula_memory(cut: Cut, shape: CallShape, groups: int) -> int:
+    """Buffers of a rank in the pass that needs more, its heads in so many groups."""
     if cut.heads == 1:
         return max(peak_memory(direction, cut.tile, shape) for direction in DIRECTIONS)
-    groups = head_groups(shape, cut.heads)
     inner = inner_shape(shape, cut.heads, groups)
     return max(
         peak_memory(direction, cut.tile, inner) + exchange_memory(direction, shape, cut.heads, groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ INTRO = (
     "takes beyond the same tile without transfers, paired within each round. Bytes are sent per rank. The "
     "column of one GPU compares TFLOP/s per GPU with one rank alone that has as many products. The second "
     "table gives what a tile takes and sends as parts of ring's on the same transport; where links are the "
-    "limit, the two agree. Every tile was checked on every transport against float64 dense attention first."
+    "limit, the two agree. WxAxB is a head axis of W ranks around the tile AxB, and a number behind the "
+    "transport says into how many groups its heads are split, if not what auto takes. Every tile was checked "
+    "on every transport against float64 dense attention first."
 )
 
 
@@ -107,7 +110,7 @@ class AgainstRing:
 def against_ring(result: Result, name: str, step: str) -> AgainstRing | None:
     """None for a contender that sends nothing, and for ring itself."""
     tile, _, kind = name.partition(" ")
-    ring = f"1x{dist.get_world_size()} {kind}"
+    ring = f"1x{dist.get_world_size()} {re.sub('/[0-9]+', '', kind)}"  # without its head groups
     if tile == ring.partition(" ")[0] or not (name in result.sent and ring in result.sent):
         return None
     pairs = zip(column(result.turns[name], step), column(result.turns[ring], step), strict=True)
