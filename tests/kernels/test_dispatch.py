@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from meshattn_kernels import choose_kernel, get_kernel, kernel_names
+from meshattn_kernels.dropout import Dropout, with_dropout
 from meshattn_kernels.rules import ON_CUDA, RULES, Platform, Request, choose, runs_triton
 
 CPU = torch.device("cpu")
@@ -132,6 +133,12 @@ def test_messages() -> None:
             "v have head size 72; kernel 'hopper' takes multiples of 16 up to 128. "
             "Choose kernel='triton' or kernel='reference'"
         ),
+        ("hopper", Request(h200, bf16, 64, 64, softcap=True)): (
+            "softcap is not 0; kernel 'hopper' has none. Choose kernel='triton' or kernel='reference'"
+        ),
+        ("hopper", Request(h200, bf16, 64, 64, dropout=True)): (
+            "dropout_p is not 0; kernel 'hopper' has no dropout. Choose kernel='triton' or kernel='reference'"
+        ),
         (None, Request(h200, bf16, 264, 64)): (
             "q and k have head size 264; kernel 'triton' takes 1 to 256. "
             "Choose kernel='reference' (which is slow)"
@@ -172,3 +179,17 @@ def test_every_rule_has_a_kernel_of_its_name() -> None:
         kernel = get_kernel(name)
         assert kernel.name == name
         assert kernel.deterministic is (name not in ("sdpa", "cudnn"))
+
+
+def test_kernels_have_the_softcap_and_dropout_that_their_rules_allow() -> None:
+    pytest.importorskip("triton")
+    h200 = Platform("cuda", (9, 0), (3, 6), cudnn=True, fa4=True)
+    dropout = Dropout(0.1, seed=1)
+    for name, rule in RULES.items():
+        if rule(Request(h200, torch.bfloat16, 64, 64, dropout=True)) is None:
+            assert with_dropout(get_kernel(name), dropout).dropout == dropout  # type: ignore[attr-defined]
+        if rule(Request(h200, torch.bfloat16, 64, 64, softcap=True)) is None:
+            assert get_kernel(name, 2.0).softcap == 2.0  # type: ignore[attr-defined]
+        else:
+            with pytest.raises(ValueError, match=rf"softcap is 2\.0; kernel '{name}' has none"):
+                get_kernel(name, 2.0)
