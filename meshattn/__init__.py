@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshattn.attention import kernel_for, mesh_attention, ring_attention
     from meshattn.documents import cu_seqlens_from_end_tokens, cu_seqlens_from_position_ids
     from meshattn.mesh import AttentionMesh, init_attention_mesh
+    from meshattn.replicated import replicated
     from meshattn.sequence import ShardedSequence
     from meshattn.transport.base import TransportError
 
@@ -28,6 +29,7 @@ __all__ = [
     "init_attention_mesh",
     "kernel_for",
     "mesh_attention",
+    "replicated",
     "ring_attention",
 ]
 
@@ -41,6 +43,7 @@ _HOME = {
     "init_attention_mesh": "meshattn.mesh",
     "kernel_for": "meshattn.attention",
     "mesh_attention": "meshattn.attention",
+    "replicated": "meshattn.replicated",
     "ring_attention": "meshattn.attention",
 }
 

@@ -59,7 +59,7 @@ def mesh_attention(
             is right = 0. Together with documents inside each document.
         sinks: [H], a logit for each query head that takes part in the softmax of every row and has no value
             (as in gpt-oss); rows that see no key are not touched. Its gradient on a rank is this rank's part:
-            the parts of all ranks add up to the whole, as for any weight.
+            the parts of all ranks add up to the whole, as for any weight (see `replicated`).
         softcap: c > 0 bounds the scores: c * tanh(score / c), as in flash-attn; 0.0 is off. The "hopper"
             kernel does not have it.
         dropout_p: probability, from 0 and below 1, with which an attention probability is dropped; others are

@@ -32,6 +32,9 @@ def test_the_cpu_takes_the_reference_kernel(dtype: torch.dtype) -> None:
     assert ma.kernel_for("cpu", dtype, 40, kernel="sdpa") == "sdpa"
     with pytest.raises(ValueError, match="q and k have head size 40 and v 48; kernel 'sdpa'"):
         ma.kernel_for("cpu", dtype, 40, 48, kernel="sdpa")
+    for option in ("softcap", "dropout_p"):
+        with pytest.raises(ValueError, match=f"{option} is not 0; kernel 'sdpa' has no"):
+            ma.kernel_for("cpu", dtype, 40, kernel="sdpa", **{option: 0.5})
 
 
 def test_a_name_and_the_choice_of_the_same_kernel_agree() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from cases import Results, Shape
 from distributed import Case, Packed, assemble, build_mesh, inputs_of, local_inputs, sequences
 from mask_cases import mask_cases
 from meshattn import reference
-from meshattn.plan.assignment import Tile
+from meshattn.plan.assignment import Tile, tiles
 from meshattn.testing import run_ranks
 from tolerance import assert_close
 
@@ -142,6 +143,41 @@ def test_gradient_of_the_sinks_alone_and_of_lse() -> None:
     sinks = sinks_of(CASE).requires_grad_()
     (expected,) = torch.autograd.grad(reference.attention(q, k, v, causal=True, sinks=sinks)[1].sum(), sinks)
     assert_close("dsinks", torch.stack(run_ranks(4, on_rank)).sum(0), expected)
+
+
+@pytest.mark.parametrize("tile", [*tiles(4), Tile(2, 3)], ids=str)
+def test_the_whole_gradient_on_every_rank(tile: Tile) -> None:
+    """Of a replicated weight: each row counts once, whatever the tile, and all ranks have the same bits."""
+    case = replace(CASE, tile=tile, causal=False)
+
+    def on_rank(group: Any) -> Tensor:
+        mesh = ma.init_attention_mesh(group, tile=tile)
+        *leaves, do = local_inputs(case, mesh.rank)
+        sinks = sinks_of(case).requires_grad_()
+        seq, _ = sequences(mesh, case)
+        out = ma.mesh_attention(*leaves, seq, sinks=ma.replicated(sinks, mesh))
+        (dsinks,) = torch.autograd.grad(out, sinks, do)
+        return dsinks
+
+    first, *others = run_ranks(case.ranks, on_rank)
+    assert_close("dsinks", first, dense(case)[1])
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_what_cannot_be_replicated_is_refused() -> None:
+    def on_rank(group: Any) -> None:
+        mesh = ma.init_attention_mesh(group)
+        for weight, words in ((3.0, "weight is float"), (torch.ones(2).int(), r"weight is torch\.int32")):
+            with pytest.raises(ValueError, match=words):
+                ma.replicated(weight, mesh)  # type: ignore[arg-type]
+        weight = torch.ones(2, requires_grad=True)
+        (gradient,) = torch.autograd.grad(
+            ma.replicated(weight, mesh).square().sum(), weight, create_graph=True
+        )
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+
+    run_ranks(1, on_rank)
 
 
 def test_double_backward_through_sinks_is_refused() -> None:
