@@ -17,7 +17,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -30,6 +30,9 @@ _STORE_GRACE = 5.0  # seconds, beyond the timeout, after which the store itself 
 
 _Answer = tuple[dict[str, str], tuple[str, str] | None]  # statement; type and text of an error
 _Result = TypeVar("_Result")
+_Signature = tuple[Any, ...]  # name of a call, and the items of its statement
+_Place = tuple[_Signature, str, int]  # after this signature, of this action, the n-th of that action in a row
+_NOTHING: _Place = ((), "", 0)
 
 
 class RankMismatchError(ValueError):
@@ -55,9 +58,10 @@ class Agreement:
         self.calls = 0
         self.compared = 0
         self._counts: Counter[str] = Counter()
-        self._last = ("", "", 0)  # signature, action, and how many of that action in a row
-        self._next: OrderedDict[tuple[str, str, int], str] = OrderedDict()
-        self._statement: dict[str, str] = {}
+        self._last = _NOTHING
+        self._next: OrderedDict[_Place, _Signature] = OrderedDict()
+        self._call = ""
+        self._words: Mapping[str, str] = {}
 
     def enter(self, action: str, statement: Mapping[str, str], error: Exception | None = None) -> None:
         """Collective unless the call was foreseen; raises on every rank if the ranks differ or if one of
@@ -68,7 +72,7 @@ class Agreement:
             statement: what must be the same on all ranks, for people to read.
             error: what is wrong with the call on this rank, if anything.
         """
-        signature = json.dumps([action, dict(statement)])
+        signature = (action, *statement.items())
         expected = self._next.get(self._last)
         self._next[self._last] = signature
         self._next.move_to_end(self._last)
@@ -76,7 +80,7 @@ class Agreement:
             self._next.popitem(last=False)
         run = self._last[2] + 1 if action == self._last[1] else 1
         self._last = (signature, action, min(run, _LONGEST_RUN))
-        self._statement = {"call": f"{action}, call {self._counts[action] + 1}", **statement}
+        self._call, self._words = f"{action}, call {self._counts[action] + 1}", statement
         if error is not None or signature != expected:
             try:
                 self._check(error, expected)
@@ -93,7 +97,7 @@ class Agreement:
         For what every step states anew, such as its documents: it is no part of the pattern of calls, which
         goes on as foreseen.
         """
-        self._statement = {"call": what, **statement}
+        self._call, self._words = what, statement
         try:
             self._check(error, None)
         except Exception:
@@ -105,7 +109,12 @@ class Agreement:
         """All ranks come by here after a failure: they forget what they did differently, or some would
         foresee the next call and others not."""
         self._next.clear()
-        self._last = ("", "", 0)
+        self._last = _NOTHING
+
+    @property
+    def _statement(self) -> dict[str, str]:
+        """What this rank does, or did last."""
+        return {"call": self._call, **self._words}
 
     def blame(self) -> str | None:
         """After a failed transfer: who is not doing what this rank does, if the store tells."""
@@ -135,7 +144,7 @@ class Agreement:
     def _present(self, number: int) -> list[int]:
         return [rank for rank in self._ranks if self._store.check([self._key(number, rank)])]
 
-    def _check(self, error: Exception | None, expected: str | None) -> None:
+    def _check(self, error: Exception | None, expected: _Signature | None) -> None:
         number, self._round = self._round, self._round + 1
         told = None if error is None else (type(error).__name__, str(error))
         mine = json.dumps([self._statement, told])
@@ -181,7 +190,7 @@ class Agreement:
             self._store.delete_key(self._key(number - 1, self._rank))
         return answers
 
-    def _absent(self, number: int, expected: str | None) -> str:
+    def _absent(self, number: int, expected: _Signature | None) -> str:
         present = self._present(number)
         absent = [rank for rank in self._ranks if rank not in present]
         text = (
@@ -192,7 +201,7 @@ class Agreement:
         if expected is None:
             told = ", ".join(f"{name} is {value}" for name, value in here.items())
             return f"{text}they go on with other arguments than here: {told}"
-        action, usual = json.loads(expected)
+        action, usual = expected[0], dict(expected[1:])
         changes = [
             f"{name} is {value} here and was {usual.get(name, 'absent')}"
             for name, value in here.items()

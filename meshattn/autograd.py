@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from meshattn import heads
+from meshattn.arguments import autocast_type
 from meshattn.heads import HeadCall
 from meshattn.mesh import AttentionMesh
 from meshattn.transport.base import TransportError
@@ -32,7 +33,8 @@ def differentiable_attention(
 @contextmanager
 def _engine_room(mesh: AttentionMesh, call: HeadCall) -> Iterator[None]:
     """Autocast is off, because the engine chooses its types itself; a failed transfer is explained."""
-    with torch.autocast(call.inner.device.type, enabled=False):
+    kind = call.inner.device.type
+    with nullcontext() if autocast_type(kind) is None else torch.autocast(kind, enabled=False):
         try:
             yield
         except TransportError as error:
