@@ -36,8 +36,7 @@ from meshattn.program import Program
 from meshattn.sequence import ShardedSequence
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
-from meshattn_kernels.rules import PLAIN_MASKS_ALONE
-from meshattn_kernels.sharing import leave_room
+from meshattn_kernels.sharing import leave_room, takes_parts
 
 _KEPT_CALLS = 32  # kinds of calls on one sequence that are not checked again: those of all layers of a model
 
@@ -230,9 +229,11 @@ def _plan(
     exact = accumulator_dtype(q.dtype)
     reduce_dtype = options.reduce_dtype or exact
     dropout = DropoutRule(options.dropout_p, masks.q_layout, masks.kv_layout) if options.dropout_p else None
+    # A part of the heads would fall into a part of the groups, and dropout counts all heads.
+    cuts = takes_parts(kernel) and split.ranks == 1 and dropout is None
     inner = engine.Call(
-        forward=_plan_pass("forward", mesh, whole, tile, masks, kernel, q.device),
-        backward=_plan_pass("backward", mesh, whole, tile, masks, kernel, q.device),
+        forward=_plan_pass("forward", mesh, whole, tile, masks, kernel, q.device, cuts),
+        backward=_plan_pass("backward", mesh, whole, tile, masks, kernel, q.device, cuts),
         kernel=kernel,
         dropout=dropout,
         batch=shape.batch,
@@ -260,8 +261,8 @@ def _plan_pass(
     masks: BlockMasks,
     kernel: AttentionKernel,
     device: torch.device,
+    cuts: bool,
 ) -> Program:
-    cuts = kernel.name not in PLAIN_MASKS_ALONE
     pace = mesh.pace(tile)
     taken = route(direction, shape, tile, masks.visibility, mesh.chunk, cuts=cuts, pace=pace)
     transports = mesh.transports(tile, device, taken.paths)

@@ -157,8 +157,8 @@ def _execute(program: Program, work: _Pass) -> None:
             handles[move.transfer.number] = move.transport.start(move.message, send, recv)
         for transport in step.beside:
             transport.compute_follows()
-        for block, intervals in step.blocks:
-            work.compute(step.kernel, block, intervals)
+        for block, intervals, kernel in step.blocks:
+            work.compute(kernel, block, intervals)
         for released in step.releases:
             handles.pop(released).release()
 
@@ -213,16 +213,30 @@ class _Accumulators:
         if wire is not packing and self.moves:
             self._staging = wire.within(torch.empty_like(self._received[0].flat))
         self._written: set[int] = set()
+        # Whether nothing but the parts of the own block is added to the own line until they are done.
+        across = program.schedule.tile.size("col" if by_row else "row")
+        self._lonely = across == 1 and axis not in program.schedule.direct
+        self._parts_first = False  # for all parts of the block that is cut
 
-    def first(self, index: int) -> bool:
+    def first(self, index: int, slot: int, block: Block) -> bool:
         """True for the first block of a row or column: it writes its accumulator without reading it."""
+        if block.parts == 1:
+            return self._is_new(index)
+        if block.part == 0:
+            self._parts_first = self._is_new(index)
+            if self._parts_first and not self._lonely:  # something between the parts adds to all of it
+                clear_accumulator(self.views[slot])
+                self._parts_first = False
+        return self._parts_first
+
+    def _is_new(self, index: int) -> bool:
         new = index not in self._written
         self._written.add(index)
         return new
 
     def _settle(self, index: int, slot: int) -> None:
         # A row whose blocks are all masked has not been written at all.
-        if self.first(index):
+        if self._is_new(index):
             clear_accumulator(self.views[slot])
 
     def outgoing(self, transfer: Transfer) -> Sequence[Tensor]:
@@ -313,7 +327,7 @@ class _Forward(_Pass):
             out.views[block.row_acc],
             intervals,
             softmax_scale=self._call.softmax_scale,
-            first=out.first(block.row),
+            first=out.first(block.row, block.row_acc, block),
         )
 
     def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -357,8 +371,8 @@ class _Backward(_Pass):
             dkv.views[block.col_acc],
             intervals,
             softmax_scale=self._call.softmax_scale,
-            first_dq=dq.first(block.row),
-            first_dkv=dkv.first(block.col),
+            first_dq=dq.first(block.row, block.row_acc, block),
+            first_dkv=dkv.first(block.col, block.col_acc, block),
         )
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from meshattn.documents import Documents
 from meshattn.layouts import Layout, Piece
 from meshattn.plan.hops import Visibility
-from meshattn_kernels.intervals import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals, halves
+from meshattn_kernels.intervals import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals
 
 _FARTHEST = 2**62  # distances from here on are no bound: int64 holds their sums with positions no more
 
@@ -180,7 +180,7 @@ class BlockMasks:
 
     def __init__(self, rule: MaskRule, q_layout: Layout, kv_layout: Layout) -> None:
         self.rule, self.q_layout, self.kv_layout = rule, q_layout, kv_layout
-        self._known: dict[tuple[int, int, int], Intervals] = {}
+        self._known: dict[tuple[int, int], Intervals] = {}
 
     @property
     def gives_plain_blocks(self) -> bool:
@@ -192,17 +192,11 @@ class BlockMasks:
         """Which blocks have anything to compute."""
         return visible_blocks(self.rule, self.q_layout, self.kv_layout)
 
-    def block(self, i: int, j: int, part: int = 0, parts: int = 1) -> Intervals:
-        """Intervals of query chunk i against key chunk j, or of one of two parts of it, on the CPU."""
-        known = self._known.get((i, j, part + parts))
-        if known is None:
-            if parts == 1:
-                known = block_intervals(self.rule, self.q_layout, i, self.kv_layout, j)
-            else:
-                assert parts == 2, f"{parts} parts of a block"
-                known = halves(self.block(i, j))[part]
-            self._known[i, j, part + parts] = known
-        return known
+    def block(self, i: int, j: int) -> Intervals:
+        """Intervals of query chunk i against key chunk j, on the CPU."""
+        if (i, j) not in self._known:
+            self._known[i, j] = block_intervals(self.rule, self.q_layout, i, self.kv_layout, j)
+        return self._known[i, j]
 
 
 @lru_cache(maxsize=64)

@@ -15,6 +15,7 @@ from meshattn.plan.hops import Hops
 from meshattn.plan.schedule import Block, Merge, Schedule, Transfer
 from meshattn.transport.base import Message, Transport
 from meshattn_kernels import AttentionKernel, Intervals
+from meshattn_kernels.sharing import of_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,7 @@ class Work:
     merges: tuple[Merge, ...]  # of what has arrived
     moves: tuple[Move, ...]
     beside: tuple[Transport, ...]  # that move something now, beside the blocks of this step
-    blocks: tuple[tuple[Block, Intervals], ...]  # that are not empty
-    kernel: AttentionKernel
+    blocks: tuple[tuple[Block, Intervals, AttentionKernel], ...]  # that are not empty
     releases: tuple[int, ...]  # transfers whose receive slot is not needed any more
 
 
@@ -51,7 +51,7 @@ class Program:
     assignment: Assignment  # which way round its rings it goes
     hops: Hops  # the transfers of the list that take place for this rank
     transports: Mapping[str, Transport]  # by axis
-    intervals: Callable[[int, int, int, int], Intervals]  # of query chunk, key chunk, part, parts
+    intervals: Callable[[int, int], Intervals]  # of (query chunk, key chunk)
     kernel: AttentionKernel
     crowded_kernel: AttentionKernel  # for blocks beside transfers that take multiprocessors
 
@@ -72,7 +72,13 @@ class Program:
                     arrived.add(move.transfer.number)
                 if move.transport.multiprocessors and (move.sends or move.receives):
                     crowding.add(move.transfer.number)
-            blocks = tuple(pair for pair in map(self._block, step.blocks) if not pair[1].is_empty)
+            kernel = self.crowded_kernel if crowding else self.kernel
+            masks = [(block, self.intervals(*self.chunks(block))) for block in step.blocks]
+            blocks = tuple(
+                (block, intervals, of_part(kernel, block.part, block.parts))
+                for block, intervals in masks
+                if not intervals.is_empty
+            )
             moving = dict.fromkeys(move.transport for move in moves if move.sends or move.receives)
             steps.append(
                 Work(
@@ -81,7 +87,6 @@ class Program:
                     moves=moves,
                     beside=tuple(moving) if blocks else (),
                     blocks=blocks,
-                    kernel=self.crowded_kernel if crowding else self.kernel,
                     releases=tuple(releases.pop(number, ())),
                 )
             )
@@ -107,7 +112,3 @@ class Program:
         """Query and key chunk of a block."""
         queries = self.assignment.query_chunk(self.rank, block.row)
         return queries, self.assignment.key_chunk(self.rank, block.col)
-
-    def _block(self, block: Block) -> tuple[Block, Intervals]:
-        queries, keys = self.chunks(block)
-        return block, self.intervals(queries, keys, block.part, block.parts)

@@ -1,60 +1,23 @@
-"""The own block in two parts: what is cut, that nothing is lost, and the same results."""
+"""The own block in two parts of some heads each: when it is cut, and the same results."""
 
 from __future__ import annotations
 
 import importlib
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 
 from distributed import Case, check_cases
 from mask_cases import mask_cases
 from meshattn.plan import CallShape, Costs, Direction, Tile, build, check, makespan, tiles
-from meshattn.plan.cost import costs
-from meshattn_kernels import intervals as intervals_module
-from meshattn_kernels.intervals import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals, halves
+from meshattn.plan.cost import NOMINAL, Pace, costs
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 ROUTE = importlib.import_module("meshattn.plan.route")  # the name is that of its function too
 LONG = CallShape(1, 8192, 16, 16, 128, 128, itemsize=2, reduce_itemsize=4, acc_itemsize=4, causal=True)
 SHORT = replace(LONG, rows=64)
-
-
-def random_band(rng: random.Random) -> BandIntervals:
-    edges = (rng.randint(-30, 30), rng.randint(-30, 30))
-    lo = rng.choice([-UNBOUNDED, min(edges)])
-    hi = rng.choice([UNBOUNDED, max(edges)])
-    return BandIntervals(lo, hi, rng.randint(0, 30), rng.randint(0, 30))
-
-
-def seen(intervals: Intervals, rows: int) -> torch.Tensor:
-    start, end = intervals.bounds(rows)
-    assert (start[1:] >= start[:-1]).all() and (end[1:] >= end[:-1]).all() and (start <= end).all()
-    key = torch.arange(intervals.n_k)
-    return (start[:, None] <= key) & (key < end[:, None])
-
-
-@pytest.mark.parametrize("form", ["band", "arrays"])
-def test_halves_hold_each_pair_once_and_about_as_many(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intervals_module, "_CUT_STEP", 1)
-    rng = random.Random(form)
-    for _ in range(300):
-        whole: Intervals = random_band(rng)
-        rows = whole.n_q + rng.randint(0, 3)
-        if form == "arrays":
-            whole = ArrayIntervals(*whole.bounds(rows), whole.n_q, whole.n_k)
-        first, second = (seen(half, rows) for half in halves(whole))
-        assert torch.equal(first ^ second, seen(whole, rows)) and not (first & second).any(), whole
-        assert abs(int(first.sum() - second.sum())) <= 2 * max(rows, whole.n_k), whole
-
-
-def test_a_cut_lies_between_tiles() -> None:
-    near, far = halves(BandIntervals(0, UNBOUNDED, 5000, 5000))
-    assert isinstance(far, BandIntervals) and far.lo % 128 == 0 and 0.4 < near.num_pairs / far.num_pairs < 2.5
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -78,7 +41,8 @@ def test_a_long_backward_hides_its_first_and_its_last_transfer() -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_short_blocks_and_those_with_nothing_to_hide_stay_whole(direction: Direction) -> None:
-    for tile, shape in ((Tile(1, 1), LONG), (Tile(1, 2), SHORT), (Tile(2, 2), SHORT)):
+    one_head = replace(LONG, kv_heads=1)
+    for tile, shape in ((Tile(1, 1), LONG), (Tile(1, 2), SHORT), (Tile(2, 2), SHORT), (Tile(1, 2), one_head)):
         blocks = build(direction, tile, costs(direction, shape)).blocks
         assert len(blocks) == tile.ranks and {b.parts for b in blocks} == {1}
 
@@ -87,12 +51,12 @@ def test_short_blocks_and_those_with_nothing_to_hide_stay_whole(direction: Direc
 def all_cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small blocks count as long ones, and a cut as free."""
 
-    def long(direction: Direction, shape: CallShape) -> Costs:
-        cost = costs(direction, shape)
-        return replace(cost, block=4 * max(cost.row_in, cost.col_in, cost.row_out, cost.col_out), cut=0)
+    def long(direction: Direction, shape: CallShape, pace: Pace = NOMINAL) -> Costs:
+        cost = costs(direction, shape, pace)
+        block = 4 * max(cost.row_in, cost.col_in, cost.row_out, cost.col_out)
+        return replace(cost, block=block, cut=cost.cut and 0)
 
     monkeypatch.setattr(ROUTE, "costs", long)
-    monkeypatch.setattr(intervals_module, "_CUT_STEP", 1)
     ROUTE.route.cache_clear()
     yield
     ROUTE.route.cache_clear()

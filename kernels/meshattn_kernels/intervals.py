@@ -10,8 +10,7 @@ on have start = end = n_k.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -139,34 +138,3 @@ class ArrayIntervals:
 
 
 Intervals = BandIntervals | ArrayIntervals
-
-
-_CUT_STEP = 128
-"""Cuts lie on the grid of the tiles of most kernels."""
-
-
-def halves(intervals: Intervals) -> tuple[Intervals, Intervals]:
-    """The same pairs in two, with about as many in each: a band cut along a diagonal into two bands, arrays
-    between two rows."""
-    if isinstance(intervals, BandIntervals):
-        return _halves_of_band(intervals)
-    start, end, n_q, n_k = intervals.start, intervals.end, intervals.n_q, intervals.n_k
-    pairs = (end - start).cumsum(0, dtype=torch.int64)
-    half = 1 + int(torch.searchsorted(pairs, intervals.num_pairs // 2))
-    row = min(-(-half // _CUT_STEP) * _CUT_STEP, n_q)
-    upper, lower = torch.stack((start, end)), torch.stack((start, end))
-    upper[:, row:] = n_k
-    lower[:, :row] = int(start[row]) if row < n_q else n_k
-    return ArrayIntervals(upper[0], upper[1], row, n_k), ArrayIntervals(lower[0], lower[1], n_q, n_k)
-
-
-def _halves_of_band(band: BandIntervals) -> tuple[BandIntervals, BandIntervals]:
-    least, most = max(band.lo, 1 - band.n_k), min(band.hi, band.n_q - 1)
-    steps = range(least // _CUT_STEP, most // _CUT_STEP + 1)
-
-    def below(step: int) -> BandIntervals:
-        return replace(band, hi=min(max(step * _CUT_STEP, band.lo), band.hi + 1) - 1)
-
-    step = bisect_left(steps, band.num_pairs, key=lambda step: 2 * below(step).num_pairs)
-    near = below(steps[min(step, len(steps) - 1)] if steps else 0)
-    return near, replace(band, lo=near.hi + 1)

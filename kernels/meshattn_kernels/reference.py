@@ -15,8 +15,8 @@ of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Unpack
 
 import torch
@@ -26,17 +26,20 @@ from torch import Tensor
 from meshattn_kernels.contract import AccumulatorKind, ChunkSizes, Shapes, clear_accumulator, heads_first
 from meshattn_kernels.dropout import Dropout
 from meshattn_kernels.intervals import Intervals, RowBlock
+from meshattn_kernels.sharing import heads_of
 
 
 @dataclass(frozen=True)
 class ReferenceKernel:
     """See ``AttentionKernel`` for the methods. ``block_q`` and ``block_k`` are the rows and keys of a block,
-    ``softcap`` bounds the scores (0: no bound), ``dropout`` is that of the pair of chunks."""
+    ``softcap`` bounds the scores (0: no bound), ``dropout`` is that of the pair of chunks, ``part`` see
+    ``sharing.of_part``; not both of these."""
 
     block_q: int = 128
     block_k: int = 256
     softcap: float = 0.0
     dropout: Dropout | None = None
+    part: tuple[int, int] = (0, 1)
 
     name: ClassVar[str] = "reference"
     deterministic: ClassVar[bool] = True
@@ -69,6 +72,12 @@ class ReferenceKernel:
         softmax_scale: float,
         first: bool,
     ) -> None:
+        if self.part != (0, 1):
+            (q, k, v), (acc,), write_back = self._on_part((q, k, v), (), (acc,))
+            replace(self, part=(0, 1)).forward(
+                q, k, v, acc, intervals, softmax_scale=softmax_scale, first=first
+            )
+            return write_back()
         if first:
             clear_accumulator(acc)
         if intervals.is_empty:
@@ -117,6 +126,14 @@ class ReferenceKernel:
         first_dq: bool,
         first_dkv: bool,
     ) -> None:
+        if self.part != (0, 1):
+            chunks, (dq, dkv), write_back = self._on_part((q, k, v, do), (lse, delta), (dq, dkv))
+            q, k, v, do, lse, delta = chunks
+            replace(self, part=(0, 1)).backward(
+                q, k, v, do, lse, delta, dq, dkv, intervals,
+                softmax_scale=softmax_scale, first_dq=first_dq, first_dkv=first_dkv,
+            )  # fmt: skip
+            return write_back()
         if first_dq:
             clear_accumulator(dq)
         if first_dkv:
@@ -149,6 +166,29 @@ class ReferenceKernel:
                     dk_et[:, t0:t1].baddbmm_(ds.mT, q_er)
                     dq_er.baddbmm_(ds, k_et[:, t0:t1])
                 dq["dq"][:, :, r0:r1] += dq_er.view(len(q), -1, r1 - r0, q.shape[-1])
+
+    def _on_part(
+        self, chunks: Sequence[Tensor], per_row: Sequence[Tensor], accs: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[list[Tensor], list[dict[str, Tensor]], Callable[[], None]]:
+        """Chunks [B, C, H, ..] and rows [B, H, C] with the heads of this part, copies of the accumulators
+        with these heads, and what puts the copies back."""
+        assert self.dropout is None, "dropout counts all heads"
+        kv_heads = chunks[1].shape[2]
+        mine = heads_of(kv_heads, self.part)
+
+        def of_heads(x: Tensor, dim: int) -> Tensor:
+            group = x.shape[dim] // kv_heads
+            return x.narrow(dim, mine.start * group, len(mine) * group)
+
+        parts = [{name: of_heads(x, 2 if name == "out" else 1) for name, x in acc.items()} for acc in accs]
+        copies = [{name: x.contiguous() for name, x in acc.items()} for acc in parts]
+
+        def write_back() -> None:
+            for part, copy in zip(parts, copies, strict=True):
+                for name, x in copy.items():
+                    part[name].copy_(x)
+
+        return [*(of_heads(x, 2) for x in chunks), *(of_heads(x, 1) for x in per_row)], copies, write_back
 
     def _capped(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scores within the softcap, and the slope there; as they are, and None, without one."""

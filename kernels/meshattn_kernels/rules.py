@@ -197,9 +197,6 @@ RULES: dict[str, Callable[[Request], Refusal]] = {
 WITHOUT_LSE_GRADIENT = ("sdpa", "cudnn")
 """Kernels whose backward makes delta of do and out itself, and so has no place for the gradient of lse."""
 
-PLAIN_MASKS_ALONE = ("sdpa", "cudnn", "fa4")
-"""Kernels that take full and causal bands alone, and so no part of a block."""
-
 ON_CUDA = ("hopper", "triton")
 """Where no kernel is named, the first of these that serves the request runs on a GPU."""
 

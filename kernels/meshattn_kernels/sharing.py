@@ -1,4 +1,4 @@
-"""A kernel that leaves multiprocessors to others, where it knows how to."""
+"""A kernel that leaves multiprocessors to others, or computes a part of the heads, where it knows how to."""
 
 from __future__ import annotations
 
@@ -20,3 +20,22 @@ def leave_room(kernel: AttentionKernel, device: torch.device, multiprocessors: i
         return kernel
     workers = max(1, (kernel.workers or gpu.multiprocessors(device)) - multiprocessors)
     return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), workers=workers))
+
+
+def takes_parts(kernel: AttentionKernel) -> bool:
+    """Whether ``of_part`` can cut its work."""
+    return hasattr(kernel, "part")
+
+
+def of_part(kernel: AttentionKernel, part: int, parts: int) -> AttentionKernel:
+    """The kernel on the part-th of ``parts`` runs of key/value heads with their query heads: it leaves alone
+    what belongs to others, also where it writes an accumulator for the first time. The parts of a block, one
+    after the other, are the block."""
+    if parts == 1:
+        return kernel
+    return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), part=(part, parts)))
+
+
+def heads_of(kv_heads: int, part: tuple[int, int]) -> range:
+    """The key/value heads of a part."""
+    return range(kv_heads * part[0] // part[1], kv_heads * (part[0] + 1) // part[1])

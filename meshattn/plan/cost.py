@@ -24,9 +24,8 @@ from .schedule import AXIS, INWARD, Channels, Costs, Direction, Payload, Slots, 
 # Nominal on purpose: lists must not depend on measurements, because the block order decides the bits of the
 # result.
 FLOPS_PER_BYTE = 2000
-# What a block computed in two parts costs: a diagonal of tiles that both compute, and one more launch.
-CUT_KEYS = 128
-CUT_BYTES = 10 * 2**20
+# What a block computed in two parts costs: one more launch, and workers that have nothing to do at its end.
+CUT_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +207,13 @@ def flops_per_pair(direction: Direction, shape: CallShape) -> int:
 def costs(direction: Direction, shape: CallShape, pace: Pace = NOMINAL) -> Costs:
     """Integer costs in byte times of a nominal machine, so that equal shapes give equal lists everywhere."""
     backward = direction == "backward"
-    flops = shape.query_rows * CUT_KEYS * flops_per_pair(direction, shape)
     return Costs(
         block=max(1, block_flops(direction, shape) // pace.flops_per_byte),
         row_in=pace.row * payload_bytes("bundle" if backward else "q", shape),
         col_in=pace.col * payload_bytes("kv", shape),
         row_out=pace.row * payload_bytes("dq" if backward else "out", shape),
         col_out=pace.col * payload_bytes("dkv", shape) if backward else 0,
-        cut=flops // pace.flops_per_byte + CUT_BYTES,
+        cut=CUT_BYTES if shape.kv_heads > 1 else None,
     )
 
 

@@ -80,8 +80,8 @@ class Transfer:
 class Block:
     """Attention of Q#row against KV#col. ``col_acc`` is -1 forward, where columns collect nothing.
 
-    The own block (0, 0), which is there from the start and needed last, may be cut into ``parts`` of about
-    equal work, of which this is number ``part``: one for the transfers of the start to hide behind, one for
+    The own block (0, 0), which is there from the start and needed last, may be cut into ``parts``, of some
+    heads each, of which this is number ``part``: one for the transfers of the start to hide behind, one for
     those of the end.
     """
 

@@ -44,11 +44,13 @@ class HopperKernel:
                         Leave some multiprocessors out where another kernel (NCCL's) is resident meanwhile.
     deterministic       False adds dq in no order, as a control for measurements.
     schedule            name of a backward schedule of ``dash.py``; None is the default of the shape.
+    part                see ``sharing.of_part``.
     """
 
     workers: int | None = None
     deterministic: bool = True
     schedule: str | None = None
+    part: tuple[int, int] = (0, 1)
 
     name: ClassVar[str] = "hopper"
     writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset({"out", "dkv"})
@@ -88,7 +90,7 @@ class HopperKernel:
         out, lse = acc["out"], acc["lse"]
         key = (
             *_identity(q), *_identity(k), *_identity(v), out.data_ptr(), lse.data_ptr(), q.dtype, out.dtype,
-            q.get_device(), _identity_of(intervals), softmax_scale, first, self.workers,
+            q.get_device(), _identity_of(intervals), softmax_scale, first, self.workers, self.part,
         )  # fmt: skip
         launch = _forward_launches.get(key)
         if launch is None:  # what follows is settled by the key: it need not be looked at again
@@ -129,7 +131,7 @@ class HopperKernel:
             *_identity(q), *_identity(k), *_identity(v), *_identity(do), *_identity(lse), *_identity(delta),
             accs[0].data_ptr(), accs[1].data_ptr(), accs[2].data_ptr(), q.dtype, accs[1].dtype,
             q.get_device(), _identity_of(intervals), softmax_scale, first_dq, first_dkv,
-            self.workers, self.schedule, self.deterministic,
+            self.workers, self.schedule, self.deterministic, self.part,
         )  # fmt: skip
         known = _backwards.get(key)
         if known is None:
@@ -154,7 +156,8 @@ class HopperKernel:
         with on_device(q.device):
             scratch = torch.empty(plan.scratch_size, dtype=torch.float32, device=q.device)
             if first_dq and (plan.some_unseen or not self.deterministic):
-                accs[0].zero_()
+                heads = plan.call.query_heads
+                accs[0][:, heads.start : heads.stop].zero_()
             launch = launches.get(scratch.data_ptr())
             if launch is None:
                 launch = launches.put(scratch.data_ptr(), bind_backward(
@@ -171,7 +174,7 @@ class HopperKernel:
             raise ValueError(f"workers is {self.workers}, but {q.device} has {available} multiprocessors")
         return Call(
             q.device.index, self.workers or available, batch, heads, kv_heads, rows_q, rows_k, head_dim,
-            head_dim_v, first, self.schedule,
+            head_dim_v, first, self.schedule, self.part,
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import count
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshattn_kernels.dash import LOAD, STORE, ScheduleTable, choose_schedule, named_schedule
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
+from meshattn_kernels.sharing import heads_of
 from meshattn_kernels.tile_ranges import visible_ranges
 
 FULL, BAND, ARRAY = 0, 1, 2
@@ -67,10 +68,23 @@ class Call:
     """Whether the forward overwrites its accumulator: then rows that see nothing are tasks too."""
     schedule: str | None
     """Name of a backward schedule, None for the default of the shape."""
+    part: tuple[int, int] = (0, 1)
+    """Which of how many runs of heads are computed."""
 
     @property
     def head_tile(self) -> int:
         return head_tile(max(self.head_dim, self.head_dim_v))
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def query_heads(self) -> range:
+        """Those that are computed, of each batch."""
+        mine = heads_of(self.kv_heads, self.part)
+        return range(mine.start * self.group, mine.stop * self.group)
 
 
 def head_tile(head_dim: int) -> int:
@@ -231,16 +245,14 @@ def forward_tasks(intervals: Intervals, call: Call, block: int) -> tuple[list[in
         if tiles or call.first:
             ranges.append((number, low // KV_TILE if tiles else 0, max(tiles, 1)))
     ranges.sort(key=lambda entry: -entry[2])
-    group = call.heads // call.kv_heads
     free = [(0.0, worker) for worker in range(call.workers)]
     work: list[list[list[int]]] = [[] for _ in range(call.workers)]
-    all_heads = call.batch * call.heads
-    for begin in range(0, all_heads, HEADS_IN_FLIGHT):
+    all_heads = [(batch, head) for batch in range(call.batch) for head in call.query_heads]
+    for begin in range(0, len(all_heads), HEADS_IN_FLIGHT):
         for number, first, tiles in ranges:
-            for flat_head in range(begin, min(begin + HEADS_IN_FLIGHT, all_heads)):
-                batch, head = divmod(flat_head, call.heads)
+            for batch, head in all_heads[begin : begin + HEADS_IN_FLIGHT]:
                 time, worker = free[0]
-                work[worker].append([batch, head, head // group, number, first, tiles, 0, 0])
+                work[worker].append([batch, head, head // call.group, number, first, tiles, 0, 0])
                 heapq.heapreplace(free, (time + tiles + TASK_COST, worker))
     starts = [0]
     for tasks in work:
@@ -270,12 +282,16 @@ def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
     mask = _mask(intervals, device, of_keys=True)
     q_tile = 64 if call.head_tile == 128 else 128
     ranges = visible_ranges(intervals, call.rows_q, call.rows_k, q_tile, KV_TILE)
-    heads, kv_heads = call.batch * call.heads, call.batch * call.kv_heads
+    heads, kv_heads = call.batch * len(call.query_heads), call.batch * len(call.query_heads) // call.group
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": call.head_tile, "workers": call.workers}
     if call.schedule is None:
         table = choose_schedule(ranges, **sizes)
     else:
         table = named_schedule(call.schedule, ranges, **sizes)
+    if call.part != (0, 1):
+        if table.max_dkv_turns > 1:  # parts of a tile are summed for all heads
+            table = named_schedule("longest_first", ranges, **sizes)
+        table = _among_all_heads(table, call)
     both = LOAD | STORE
     shared = table.tasks[table.tasks[:, 6] >= 0]
     one_head = shared[shared[:, 1] == shared[0, 1], 2] if len(shared) else shared[:, 2]
@@ -289,3 +305,13 @@ def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
         some_unseen=len(table.unseen) > 0,
         parts_of_tiles=torch.bincount(one_head.long(), minlength=table.kv_tiles).int().to(device),
     )
+
+
+def _among_all_heads(table: ScheduleTable, call: Call) -> ScheduleTable:
+    """The table of a part of the heads, with the numbers that these have among all."""
+    tasks, first = table.tasks.clone(), call.query_heads.start
+    for column, heads, start in ((0, call.heads, first), (1, call.kv_heads, first // call.group)):
+        mine = len(call.query_heads) if column == 0 else len(call.query_heads) // call.group
+        batch, head = tasks[:, column] // mine, tasks[:, column] % mine
+        tasks[:, column] = batch * heads + start + head
+    return replace(table, tasks=tasks, heads=call.batch * call.heads, kv_heads=call.batch * call.kv_heads)
