@@ -83,7 +83,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--topology", help="what auto plans for, a head axis too (default: fewest bytes)")
     parser.add_argument("--transport", nargs="+", default=["p2p"], choices=("auto", "symmetric", "p2p"))
     parser.add_argument("--no-bare", action="store_true", help="leave out the tiles without their transfers")
-    parser.add_argument("--graph", action="store_true", help="also our passes as CUDA graphs")
+    parser.add_argument(
+        "--graph", nargs="*", choices=("symmetric", "p2p"), help="our passes as CUDA graphs, too"
+    )
     parser.add_argument("--one-gpu", action="store_true", help="also one rank alone with as much work")
     parser.add_argument("--torch", nargs="+", default=[], choices=("cudnn", "flash"), help="torch's own")
     parser.add_argument("--rounds", type=int, default=7)
@@ -118,8 +120,11 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
         single = alone(case, device, options.timeout)
         contenders.append(single)
         flop[single.name] = replace(case, seq_len=single.rows).flop()
-    if options.graph:
+    if options.graph is not None:
+        captured = {"skipped", *options.graph}
         for contender in [x for x in contenders if isinstance(x, Ours)]:
+            if contender.name != "one GPU" and contender.name.split(" ")[1] not in captured:
+                continue
             contenders.append(Captured(contender))
             flop[contenders[-1].name] = flop[contender.name]
     absent = {}

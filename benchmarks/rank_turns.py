@@ -20,6 +20,7 @@ import torch.distributed as dist
 from rank_contenders import Contender
 
 PASSES = ("forward", "backward", "both")
+AHEAD = 8  # pairs of passes that the host can enqueue without waiting for the GPU
 LONG_MS = 2000.0  # a pair of passes that settles the clock by itself
 
 
@@ -39,12 +40,14 @@ class Turn:
 def in_turns(
     contenders: Sequence[Contender], device: torch.device, *, rounds: int, turn_ms: float
 ) -> dict[str, list[Turn]]:
-    """The turns of every contender, by name, one a round; each round begins with another one. Collective."""
+    """The turns of every contender, by name, one a round; each round begins with another one, and every
+    second one goes backwards, so that nobody always comes after the same. Collective."""
     turns: dict[str, list[Turn]] = {contender.name: [] for contender in contenders}
     pairs: dict[str, int] = {}
     for number in range(rounds + 1):  # in the first, all is made and the lengths of the turns are set
         begin = number % len(contenders)
-        for contender in [*contenders[begin:], *contenders[:begin]]:
+        turn = [*contenders[begin:], *contenders[:begin]]
+        for contender in turn if number % 2 else reversed(turn):
             with contender.entered():
                 if number == 0:
                     cost = _turn(contender, device, 1)
@@ -72,14 +75,16 @@ def _gpu_times(contender: Contender, settling: int, pairs: int) -> tuple[float, 
     dist.barrier()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * pairs)]
     events.append(torch.cuda.Event(enable_timing=True, blocking=True))
-    begin = time.perf_counter()
+    clock = [time.perf_counter()]
     events[0].record()
     for number in range(pairs):
         out = contender.forward()
         events[2 * number + 1].record()
         contender.backward(out)
         events[2 * number + 2].record()
-    host = (time.perf_counter() - begin) * 1e3 / pairs
+        clock.append(time.perf_counter())
+    # Of the first ones: a host that is far ahead waits for the GPU to take its work.
+    host = statistics.median([(b - a) * 1e3 for a, b in itertools.pairwise(clock[: AHEAD + 1])])
     events[-1].synchronize()  # asleep: ranks that share cores would take them from those who send
     spans = [a.elapsed_time(b) for a, b in itertools.pairwise(events)][2 * settling :]
     return statistics.fmean(spans[0::2]), statistics.fmean(spans[1::2]), host
