@@ -25,7 +25,12 @@ from meshattn.program import Program
 from meshattn.sinks import add_sinks
 from meshattn.transport.base import Handle
 from meshattn_kernels import AttentionKernel, Intervals
-from meshattn_kernels.contract import ACCUMULATOR_KINDS, AccumulatorKind, clear_accumulator
+from meshattn_kernels.contract import (
+    ACCUMULATOR_KINDS,
+    AccumulatorKind,
+    add_accumulator,
+    clear_accumulator,
+)
 from meshattn_kernels.delta import row_delta
 from meshattn_kernels.dropout import with_dropout
 from meshattn_kernels.merge import merge_partial
@@ -212,6 +217,8 @@ class _Accumulators:
         self._staging: Packed | None = None
         if wire is not packing and self.moves:
             self._staging = wire.within(torch.empty_like(self._received[0].flat))
+        self._last = None if kind == "out" else program.last_merges.get(kind)
+        self._plus: Views | None = None
         self._written: set[int] = set()
         # Whether nothing but the parts of the own block is added to the own line until they are done.
         across = program.schedule.tile.size("col" if by_row else "row")
@@ -253,11 +260,13 @@ class _Accumulators:
     def merge(self, merge: Merge) -> None:
         self._settle(merge.index, merge.acc)
         mine, theirs = self.views[merge.acc], self._received[merge.recv_slot].views
+        if merge.transfer == self._last:  # added when the line is finished, which reads it once less
+            self._plus = theirs
+            return
         if self._kind == "out":
             merge_partial(mine["out"], mine["lse"], theirs["out"], theirs["lse"])
         else:
-            for name, accumulator in mine.items():
-                accumulator.add_(theirs[name])
+            add_accumulator(mine, theirs)
 
     def complete(self) -> None:
         """This rank's own row or column holds its result, also if nothing was added to it."""
@@ -267,7 +276,7 @@ class _Accumulators:
         """This rank's own row or column in the caller's layout and type."""
         self.complete()
         return self._kernel.finish(
-            self._kind, self.views[0], dtype=self._dtype, softmax_scale=self._softmax_scale
+            self._kind, self.views[0], dtype=self._dtype, softmax_scale=self._softmax_scale, plus=self._plus
         )
 
 

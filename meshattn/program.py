@@ -93,6 +93,12 @@ class Program:
         assert not releases, f"transfers {sorted(releases.values())} are never released"
         return tuple(steps)
 
+    @cached_property
+    def last_merges(self) -> Mapping[str, int]:
+        """By payload, the transfer whose partial is merged last of all, if it goes into the own line."""
+        last = {merge.payload: merge for step in self.steps for merge in step.merges}
+        return {payload: merge.transfer for payload, merge in last.items() if merge.index == 0}
+
     def _move(self, step: int, transfer: Transfer) -> Move:
         schedule, neighbour = self.schedule, self.assignment.neighbour
         where = f"{schedule.direction} step {step}/{len(schedule.steps)}"

@@ -74,6 +74,12 @@ def clear_accumulator(acc: Mapping[str, Tensor]) -> None:
         tensor.fill_(-math.inf if name == "lse" else 0.0)
 
 
+def add_accumulator(acc: Mapping[str, Tensor], plus: Mapping[str, Tensor]) -> None:
+    """Add another accumulator of dq or of dk, dv to ``acc``, the same for every kernel."""
+    for name, tensor in acc.items():
+        tensor.add_(plus[name])
+
+
 class AttentionKernel(Protocol):
     """Attention of one pair of chunks on one device."""
 
@@ -142,8 +148,15 @@ class AttentionKernel(Protocol):
         ...
 
     def finish(
-        self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
+        self,
+        kind: AccumulatorKind,
+        acc: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        softmax_scale: float,
+        plus: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """The result in ``dtype``: (out [B, C, H, D_v],), (dq [B, C, H, D],), or (dk, dv) [B, C, H_kv, D or
-        D_v]."""
+        D_v]. ``plus`` is a second accumulator of dq or of dk, dv, in any float type, that is added first;
+        ``acc`` may then hold the sum or not."""
         ...

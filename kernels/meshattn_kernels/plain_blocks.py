@@ -24,7 +24,14 @@ from typing import ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from meshattn_kernels.contract import AccumulatorKind, ChunkSizes, Shapes, clear_accumulator, rows_first
+from meshattn_kernels.contract import (
+    AccumulatorKind,
+    ChunkSizes,
+    Shapes,
+    add_accumulator,
+    clear_accumulator,
+    rows_first,
+)
 from meshattn_kernels.intervals import BandIntervals, Intervals
 from meshattn_kernels.merge import merge_partial
 
@@ -157,7 +164,15 @@ class PlainBlocks:
                 total.add_(part)
 
     def finish(
-        self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
+        self,
+        kind: AccumulatorKind,
+        acc: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        softmax_scale: float,
+        plus: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
+        if plus is not None:
+            add_accumulator(acc, plus)
         names = {"out": ("out",), "dq": ("dq",), "dkv": ("dk", "dv")}[kind]
         return tuple(acc[name].to(dtype, copy=True) for name in names)

@@ -23,7 +23,14 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from meshattn_kernels.contract import AccumulatorKind, ChunkSizes, Shapes, clear_accumulator, heads_first
+from meshattn_kernels.contract import (
+    AccumulatorKind,
+    ChunkSizes,
+    Shapes,
+    add_accumulator,
+    clear_accumulator,
+    heads_first,
+)
 from meshattn_kernels.dropout import Dropout
 from meshattn_kernels.intervals import Intervals, RowBlock
 from meshattn_kernels.sharing import heads_of
@@ -53,8 +60,16 @@ class ReferenceKernel:
         return heads_first(kind, **sizes)
 
     def finish(
-        self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
+        self,
+        kind: AccumulatorKind,
+        acc: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        softmax_scale: float,
+        plus: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
+        if plus is not None:
+            add_accumulator(acc, plus)
         if kind == "out":
             return (acc["out"].to(dtype, copy=True),)
         if kind == "dq":

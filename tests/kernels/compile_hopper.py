@@ -169,7 +169,7 @@ def small_kernels() -> Iterator[Variant]:
     for head_dim in (48, 64, 128):
         constants = {
             "HEAD_DIM": head_dim, "D_TILE": head_tile(head_dim), "SEGMENT": segment_of(head_dim),
-            "ROWS": bind.FINISH_ROWS,
+            "ROWS": bind.FINISH_ROWS, "PLUS": head_dim == 64,
         }  # fmt: skip
         yield Variant(f"finish dq D{head_dim}", finish_dq_kernel, 4, types, constants)
     constants = {
@@ -179,7 +179,9 @@ def small_kernels() -> Iterator[Variant]:
     yield Variant("add parts", add_parts_kernel, 4, {"num_parts": "*i32"}, constants)
     finished = {"num_parts": "*i32", "dk_ptr": "*bf16", "dv_ptr": "*bf16"}
     yield Variant("add parts finished", add_parts_kernel, 4, finished, {**constants, "FIRST": True})
-    yield Variant("finish dkv", finish_dkv_kernel, 4, types, {"BLOCK": bind.FINISH_BLOCK})
+    for plus in (False, True):
+        constants = {"BLOCK": bind.FINISH_BLOCK, "PLUS": plus}
+        yield Variant(f"finish dkv{' plus' * plus}", finish_dkv_kernel, 4, types, constants)
 
 
 def covering_set() -> Iterator[Variant]:

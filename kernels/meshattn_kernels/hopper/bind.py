@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -172,45 +174,53 @@ def _keeping(launch: Launch, plan: ForwardPlan | BackwardPlan) -> Launch:
     return kept
 
 
-def finished_dq(acc: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+def finished_dq(acc: Tensor, dtype: torch.dtype, scale: float, plus: Tensor | None = None) -> Tensor:
     batch, heads, rows, head_dim = acc.shape
     dq = torch.empty((batch, rows, heads, head_dim), dtype=dtype, device=acc.device)
     if acc.numel():
+        more = acc if plus is None else plus  # not read without PLUS
         with on_device(acc.device):
-            key = ("dq", acc.data_ptr(), dq.data_ptr(), acc.shape, dtype, acc.device, scale)
+            pointers = acc.data_ptr(), more.data_ptr(), dq.data_ptr()
+            key = ("dq", *pointers, acc.shape, dtype, more.dtype, acc.device, scale)
             launch = _finish_launches.get(key) or _finish_launches.put(
                 key,
                 _finish_dq.bind(
                     acc.device.index,
                     batch * heads * -(-rows // FINISH_ROWS),
-                    (acc, dq, rows, heads, scale),
+                    (acc, more, dq, rows, heads, scale),
                     {
                         "HEAD_DIM": head_dim, "D_TILE": head_tile(head_dim), "SEGMENT": segment_of(head_dim),
-                        "ROWS": FINISH_ROWS,
+                        "ROWS": FINISH_ROWS, "PLUS": plus is not None,
                     },
                     dtype,
+                    more.dtype,
                 ),
             )  # fmt: skip
             launch()
     return dq
 
 
-def finished_dkv(dk_acc: Tensor, dv_acc: Tensor, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor]:
-    dk, dv = torch.empty_like(dk_acc, dtype=dtype), torch.empty_like(dv_acc, dtype=dtype)
+def finished_dkv(
+    acc: Mapping[str, Tensor], dtype: torch.dtype, scale: float, plus: Mapping[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    more = acc if plus is None else plus  # not read without PLUS
+    dk, dv = (torch.empty_like(acc[name], dtype=dtype) for name in ("dk", "dv"))
     sizes = dk.numel(), dv.numel()
     if any(sizes):
         with on_device(dk.device):
-            pointers = dk_acc.data_ptr(), dv_acc.data_ptr(), dk.data_ptr(), dv.data_ptr()
-            key = ("dkv", *pointers, *sizes, dtype, dk.device, scale)
+            sources = acc["dk"], acc["dv"], more["dk"], more["dv"]
+            pointers = *(x.data_ptr() for x in sources), dk.data_ptr(), dv.data_ptr()
+            key = ("dkv", *pointers, *sizes, dtype, more["dk"].dtype, dk.device, scale)
             launch = _finish_launches.get(key) or _finish_launches.put(
                 key,
                 _finish_dkv.bind(
                     dk.device.index,
                     -(-max(sizes) // FINISH_BLOCK),
                     # head sizes are multiples of 16
-                    (dk_acc, dv_acc, dk, dv, sizes[0] // 16, sizes[1] // 16, scale),
-                    {"BLOCK": FINISH_BLOCK},
+                    (*sources, dk, dv, sizes[0] // 16, sizes[1] // 16, scale),
+                    {"BLOCK": FINISH_BLOCK, "PLUS": plus is not None},
                     dtype,
+                    more["dk"].dtype,
                 ),
             )
             launch()

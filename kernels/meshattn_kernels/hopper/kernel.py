@@ -65,16 +65,24 @@ class HopperKernel:
         return heads_first(kind, **sizes) if kind == "dq" else rows_first(kind, **sizes)
 
     def finish(
-        self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
+        self,
+        kind: AccumulatorKind,
+        acc: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        softmax_scale: float,
+        plus: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         if kind == "dq":
-            return (finished_dq(acc["dq"], dtype, float(softmax_scale)),)
+            return (
+                finished_dq(acc["dq"], dtype, float(softmax_scale), None if plus is None else plus["dq"]),
+            )
         finished = dtype != torch.float32  # accumulators are no results, also if one asks for their type
         if finished and all(acc[name].dtype == dtype for name in ("out", "dk", "dv") if name in acc):
             return tuple(tensor for name, tensor in acc.items() if name != "lse")
         if kind == "out":
             return (acc["out"].to(dtype),)
-        return finished_dkv(acc["dk"], acc["dv"], dtype, float(softmax_scale))
+        return finished_dkv(acc, dtype, float(softmax_scale), plus)
 
     def forward(
         self,

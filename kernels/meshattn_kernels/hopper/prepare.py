@@ -36,18 +36,22 @@ def prepare_kernel(
 
 @triton.jit(do_not_specialize=["chunk_rows", "heads", "scale"])
 def finish_dq_kernel(
-    acc_ptr, dq_ptr, chunk_rows, heads, scale,
+    acc_ptr, plus_ptr, dq_ptr, chunk_rows, heads, scale,
     HEAD_DIM: tl.constexpr, D_TILE: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr,
+    PLUS: tl.constexpr,
 ):  # fmt: skip
-    """dq [B, C, H, D] = scale * acc [B, H, C, D], whose columns are permuted: see ``column_order``."""
+    """dq [B, C, H, D] = scale * acc [B, H, C, D], whose columns are permuted: see ``column_order``. With PLUS
+    acc + plus instead of acc."""
     blocks = tl.cdiv(chunk_rows, ROWS)
     flat_head = tl.program_id(0) // blocks
     row = (tl.program_id(0) - flat_head * blocks) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, D_TILE)
     mask = (row < chunk_rows)[:, None] & (column < HEAD_DIM)[None, :]
-    tile = acc_ptr + flat_head.to(tl.int64) * chunk_rows * HEAD_DIM
-    value = tl.load(tile + row[:, None] * HEAD_DIM + column[None, :], mask=mask) * scale
-    value = value.to(dq_ptr.dtype.element_ty)
+    at = flat_head.to(tl.int64) * chunk_rows * HEAD_DIM + (row[:, None] * HEAD_DIM + column[None, :])
+    value = tl.load(acc_ptr + at, mask=mask)
+    if PLUS:
+        value += tl.load(plus_ptr + at, mask=mask).to(tl.float32)
+    value = (value * scale).to(dq_ptr.dtype.element_ty)
     # From the highest bit of the place to the lowest, the bits of the column are ...
     if SEGMENT == 32:  # .. 5 2 4 1 3 0
         value = tl.reshape(value, (ROWS, D_TILE // 32, 2, 2, 2, 2, 2))
@@ -61,13 +65,20 @@ def finish_dq_kernel(
 
 
 @triton.jit(do_not_specialize=["dk_vectors", "dv_vectors", "scale"])
-def finish_dkv_kernel(dk_acc, dv_acc, dk_ptr, dv_ptr, dk_vectors, dv_vectors, scale, BLOCK: tl.constexpr):
-    """dk = scale * dk_acc, dv = dv_acc, flat. Sizes come in vectors of 16, so that masks are known to be
-    those of whole vectors."""
+def finish_dkv_kernel(
+    dk_acc, dv_acc, dk_plus_acc, dv_plus_acc, dk_ptr, dv_ptr, dk_vectors, dv_vectors, scale,
+    BLOCK: tl.constexpr, PLUS: tl.constexpr,
+):  # fmt: skip
+    """dk = scale * dk_acc, dv = dv_acc, flat; with PLUS of the sums with dk_plus_acc and dv_plus_acc.
+
+    Sizes come in vectors of 16, so that masks are known to be those of whole vectors."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     in_dk, in_dv = at < dk_vectors.to(tl.int64) * 16, at < dv_vectors.to(tl.int64) * 16
     dk = tl.load(dk_acc + at, mask=in_dk)
     dv = tl.load(dv_acc + at, mask=in_dv)
+    if PLUS:
+        dk += tl.load(dk_plus_acc + at, mask=in_dk).to(tl.float32)
+        dv += tl.load(dv_plus_acc + at, mask=in_dv).to(tl.float32)
     tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_dk)
     tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=in_dv)
 

@@ -12,7 +12,14 @@ from typing import ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from meshattn_kernels.contract import AccumulatorKind, ChunkSizes, Shapes, clear_accumulator, rows_first
+from meshattn_kernels.contract import (
+    AccumulatorKind,
+    ChunkSizes,
+    Shapes,
+    add_accumulator,
+    clear_accumulator,
+    rows_first,
+)
 from meshattn_kernels.dash import ScheduleTable, build_table, choose_schedule
 from meshattn_kernels.dropout import Dropout
 from meshattn_kernels.intervals import BandIntervals, Intervals
@@ -71,8 +78,16 @@ class _Portable:
         return rows_first(kind, **sizes)
 
     def finish(
-        self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
+        self,
+        kind: AccumulatorKind,
+        acc: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        softmax_scale: float,
+        plus: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
+        if plus is not None:
+            add_accumulator(acc, plus)
         if kind == "out":
             return (acc["out"].to(dtype, copy=True),)
         if kind == "dq":
