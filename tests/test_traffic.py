@@ -221,7 +221,7 @@ def test_buffers_of_a_pass_equal_the_memory_formula(
 
     def during(direction: str, run: Any) -> Any:
         def wrapper(call: engine.Call, *tensors: Tensor) -> Any:
-            running.key = (call.rank, direction)
+            running.key = (call.forward.rank, direction)
             try:
                 return run(call, *tensors)
             finally:
