@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -45,15 +45,12 @@ class NcclGroup:
         self._started = True
         if torch.cuda.is_current_stream_capturing():
             return None  # a captured exchange runs later, and often
-        event: Any = torch.cuda.Event
-        begun: torch.cuda.Event = event()
-        begun.record()
-        return begun
+        return _recorded_event()
 
-    def follow(self, where: str, begun: torch.cuda.Event | None, works: Sequence[dist.Work]) -> None:
-        """Called after them: see that they end."""
-        if begun is not None and works:
-            self._watch.add(_Exchange(f"{where} did not end", begun, works, self._abort))
+    def follow(self, where: str, begun: torch.cuda.Event) -> None:
+        """Called when the current stream waits for them: see that they end. Their buffers are not kept."""
+        done = _recorded_event()
+        self._watch.add(_Exchange(f"{where} did not end", begun, done, self._abort))
 
     def _abort(self) -> None:
         if not self._aborted:
@@ -76,13 +73,20 @@ class NcclGroup:
         self._watch.stop()
 
 
+def _recorded_event() -> torch.cuda.Event:
+    event: Any = torch.cuda.Event
+    recorded: torch.cuda.Event = event()
+    recorded.record()
+    return recorded
+
+
 @dataclass(frozen=True)
 class _Exchange:
     """What the watch looks at."""
 
     failure: str
     begun: Any  # event before it
-    works: Sequence[dist.Work]
+    done: Any  # event behind it
     let_go: Callable[[], None]
     lane: str = "nccl"
 
@@ -90,7 +94,7 @@ class _Exchange:
         return bool(self.begun.query())
 
     def is_done(self) -> bool:
-        return all(work.is_completed() for work in self.works)
+        return bool(self.done.query())
 
     def recycle(self) -> None:
         pass

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,17 @@ _TAGS = 2**31
 
 
 class _P2PHandle:
-    def __init__(self, where: str, works: Sequence[dist.Work], buffers: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        where: str,
+        works: Sequence[dist.Work],
+        buffers: Sequence[Tensor],
+        behind: Callable[[], None] = lambda: None,
+    ) -> None:
         self._where = where
         self._works = works
         self._buffers = buffers  # kept alive until all is done
+        self._behind = behind  # called when the current stream waits for all of it
 
     def wait(self) -> None:
         for work in self._works:
@@ -29,6 +36,7 @@ class _P2PHandle:
                 work.wait()
             except RuntimeError as error:
                 raise _failed(self._where, str(error)) from error
+        self._behind()
 
     def release(self) -> None:
         pass
@@ -80,9 +88,9 @@ class P2PTransport(Transport):
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise _failed(where, str(error)) from error
-        if nccl is not None:
-            nccl.follow(where, begun, works)
-        return _P2PHandle(where, works, buffers)
+        if nccl is None or begun is None or not works:
+            return _P2PHandle(where, works, buffers)
+        return _P2PHandle(where, works, buffers, partial(nccl.follow, where, begun))
 
     def _operations(
         self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None

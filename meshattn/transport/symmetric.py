@@ -121,21 +121,21 @@ class _Exchange:
         mine, slot, layout = arena.region.addresses[engine.rank], message.slot, arena.layout
         self.ready, self.granted = mine + layout.ready(slot), mine + layout.granted(message.to, slot)
 
-    def grant(self) -> None:
-        """Let the sender fill the slot: all that has used it stands before this on the current stream."""
-        if self.recv is not None:
-            ops, there = self.engine.ops, self._arena.region.addresses[self.message.source]
-            granted = self._arena.layout.granted(self.engine.rank, self.message.slot)
-            ops.write(ops.current_stream(), there + granted, 1)
-
-    def push(self) -> None:
-        if self.send is None:
+    def begin(self) -> None:
+        """Let the sender fill the slot, since all that has used it stands before this on the current stream,
+        and push. The grant is given first, so that two ranks that push to each other do not wait in a
+        circle, and by the communication stream, so that it does not hold up the kernels."""
+        if self.send is None and self.recv is None:
             return
         engine, ops, layout, slot = self.engine, self.engine.ops, self._arena.layout, self.message.slot
-        comm, there = ops.comm_stream, self._arena.region.addresses[self.message.to]
-        begun, self._sent = engine.event(), engine.event()
+        comm, addresses, begun = ops.comm_stream, self._arena.region.addresses, engine.event()
         ops.record(begun, ops.current_stream())
         ops.wait_event(comm, begun)
+        if self.recv is not None:
+            ops.write(comm, addresses[self.message.source] + layout.granted(engine.rank, slot), 1)
+        if self.send is None:
+            return engine.recycle(begun)
+        self._sent, there = engine.event(), addresses[self.message.to]
         ops.wait(comm, self.granted, 1)
         ops.write(comm, self.granted, 0)
         to = there + layout.data(slot)
@@ -333,8 +333,7 @@ class SymmetricTransport(Transport):
         assert message.slot not in arena.open, f"{message.label}: slot {message.slot} is still in use"
         arena.open.add(message.slot)
         exchange = _Exchange(self._engine, arena, message, send, recv)
-        exchange.grant()  # first, so that two ranks that push to each other do not wait in a circle
-        exchange.push()
+        exchange.begin()
         return exchange
 
     def check(self) -> None:

@@ -338,7 +338,8 @@ def memory(options: argparse.Namespace) -> None:
             assert copying is not None
             taken = copying.receive_bytes
             say(f"{tile}: {taken} bytes to receive in, formula {sum(arrives)}")
-            assert sum(arrives) <= taken <= sum(arrives) + 2**16
+            # A slot that grows from pass to pass, as those of queries do, grows by up to an eighth more.
+            assert sum(arrives) <= taken <= 1.125 * sum(arrives) + 2**16
         else:
             own += backward.packed + backward.chunks + backward.receive
         say(f"{tile}: peak {peak}, formula {own} and results {results}")
