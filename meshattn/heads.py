@@ -25,6 +25,7 @@ from meshattn.sinks import sinks_gradient
 from meshattn.transport.base import Exchange, Handle, Message, Transport
 
 QUERY, KEYS = ("q", "out", "lse", "do", "delta", "dq"), ("k", "v", "dk", "dv")
+WORD = torch.int64
 BY_ROW = ("lse", "delta")  # [B, H, L]; all others are [B, L, H, D]
 
 
@@ -75,21 +76,24 @@ class HeadCall:
         }
 
     def _fields(self, *names: str) -> Packing:
-        """L rows of these tensors, with the heads of a group."""
+        """L rows of these tensors, with the heads of a group; matrices in words, see ``_words``."""
         inner = self.inner
-        sizes = {"q": inner.head_dim, "k": inner.head_dim, "dq": inner.head_dim, "dk": inner.head_dim}
+        of_keys = {"q": inner.head_dim, "k": inner.head_dim, "dq": inner.head_dim, "dk": inner.head_dim}
 
         def field(name: str) -> Field:
             if name in BY_ROW:
-                shape: tuple[int, ...] = (inner.batch, inner.heads, self.rows)
-                return Field(name, shape, inner.accumulator_dtype)
+                return Field(name, (inner.batch, inner.heads, self.rows), inner.accumulator_dtype)
+            rows, heads = self.rows, inner.heads
             if name in KEYS:
-                shape = inner.batch, self.key_rows, inner.kv_heads, sizes.get(name, inner.head_dim_v)
-            else:
-                shape = inner.batch, self.rows, inner.heads, sizes.get(name, inner.head_dim_v)
-            return Field(name, shape, inner.dkv_dtype if name in ("dk", "dv") else inner.dtype)
+                rows, heads = self.key_rows, inner.kv_heads
+            size = of_keys.get(name, inner.head_dim_v) * self.dtype_of(name).itemsize
+            return Field(name, (inner.batch, rows, heads, size // WORD.itemsize), WORD)
 
         return Packing(tuple(map(field, names)))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Type of a matrix."""
+        return self.inner.dkv_dtype if name in ("dk", "dv") else self.inner.dtype
 
 
 def forward(
@@ -156,8 +160,9 @@ def backward(
     copies = split.ranks * split.kv_heads
     shapes = {"dq": (call.rows, split.ranks * split.heads, inner.head_dim)}
     shapes |= {"dk": (call.key_rows, copies, inner.head_dim), "dv": (call.key_rows, copies, inner.head_dim_v)}
-    types = {field.name: field.dtype for field in call.messages["backward", "outward"].fields}
-    results = {name: do.new_empty((inner.batch, *shape), dtype=types[name]) for name, shape in shapes.items()}
+    results = {
+        name: do.new_empty((inner.batch, *shape), dtype=call.dtype_of(name)) for name, shape in shapes.items()
+    }
 
     def compute(group: int, inside: Views) -> Views:
         q, k, v, lse = every[group]
@@ -193,33 +198,47 @@ def _run(
     While a group is computed, the next one comes in and the one before goes out.
     """
     inward, outward = _AllToAll(call, direction, "inward"), _AllToAll(call, direction, "outward")
-    places = range(call.split.ranks)
+    places, given, wanted = range(call.split.ranks), _words(outside), _words(results)
 
     def give(group: int) -> None:
-        inward.start(group, [_some_heads(call, outside, place, group) for place in places])
+        inward.start(group, [_some_heads(call, given, place, group) for place in places])
 
     def take(group: int) -> None:
         for place, part in enumerate(outward.finish()):
             for name, tensor in part.items():
                 heads = call.heads_of(name, place, group)
                 at = 1 if name in BY_ROW else 2
-                results[name].narrow(at, heads.start, len(heads)).copy_(tensor)
+                wanted[name].narrow(at, heads.start, len(heads)).copy_(tensor)
         outward.release()
 
     give(0)
     for group in range(call.groups):
         parts = inward.finish()
-        inside = {name: torch.cat([part[name] for part in parts], _row_dim(name)) for name in outside}
+        joined = {name: torch.cat([part[name] for part in parts], _row_dim(name)) for name in outside}
         inward.release()
         if group + 1 < call.groups:
             give(group + 1)
         if call.groups > 1:
             call.transport.compute_follows()
-        computed = compute(group, inside)
+        computed = _words(compute(group, {name: x.view(outside[name].dtype) for name, x in joined.items()}))
         if group > 0:
             take(group - 1)
         outward.start(group, [_some_rows(call, computed, place) for place in places])
     take(call.groups - 1)
+
+
+def _words(tensors: Views) -> Views:
+    """[.., D] in words of 8 bytes, the same memory unless it is no array of them: exchanges copy tensors
+    that lie scattered, which takes longer the more elements they have. Head sizes are multiples of 8."""
+
+    def words(tensor: Tensor) -> Tensor:
+        tensor, size = tensor.detach(), WORD.itemsize // tensor.element_size()
+        places = tensor.storage_offset(), *tensor.stride()[:-1]
+        if tensor.stride(-1) != 1 or any(place % size for place in places):
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        return tensor.view(WORD)
+
+    return {name: tensor if name in BY_ROW else words(tensor) for name, tensor in tensors.items()}
 
 
 def _row_dim(name: str) -> int:

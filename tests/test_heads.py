@@ -373,6 +373,38 @@ def test_gradients_through_lse_and_sinks_and_again() -> None:
     assert_close("dsinks", sum(results[3] for results in by_rank), expected[3])
 
 
+def _transposed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _every_other(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1).flatten(-2)[..., ::2]
+
+
+def _from_an_odd_place(x: Tensor) -> Tensor:
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("lay", [_transposed, _every_other, _from_an_odd_place])
+def test_tensors_may_lie_anyhow(lay: Any) -> None:
+    """Of 2 bytes an element, which are moved as words of 8."""
+    case = _case((2, 1, 1), dtype=torch.bfloat16)
+
+    def on_rank(group: Any) -> bool:
+        mesh = build_mesh(group, case)
+        seq = mesh.sequence(SHAPE.S)
+        results = []
+        for change in (lambda x: x, lay):
+            q, k, v, do = map(change, local_inputs(case, mesh.rank))
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            out = ma.mesh_attention(*leaves, seq, causal=True)
+            assert isinstance(out, Tensor)
+            results.append([out, *torch.autograd.grad(out, leaves, do)])
+        return all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+    assert all(run_ranks(2, on_rank))
+
+
 def test_checkpoints_and_autocast() -> None:
     """The recomputed pass exchanges again, with the same bits."""
     case = _case((2, 1, 2), dtype=torch.float32)
