@@ -124,7 +124,7 @@ class _Exchange:
     def begin(self) -> None:
         """Let the sender fill the slot, since all that has used it stands before this on the current stream,
         and push. The grant is given first, so that two ranks that push to each other do not wait in a
-        circle, and by the communication stream, so that it does not hold up the kernels."""
+        circle. All that can be is done by the communication stream, so that it does not hold up kernels."""
         if self.send is None and self.recv is None:
             return
         engine, ops, layout, slot = self.engine, self.engine.ops, self._arena.layout, self.message.slot
@@ -132,19 +132,20 @@ class _Exchange:
         ops.record(begun, ops.current_stream())
         ops.wait_event(comm, begun)
         if self.recv is not None:
+            ops.write(comm, self.ready, 0)
             ops.write(comm, addresses[self.message.source] + layout.granted(engine.rank, slot), 1)
-        if self.send is None:
-            return engine.recycle(begun)
-        self._sent, there = engine.event(), addresses[self.message.to]
-        ops.wait(comm, self.granted, 1)
-        ops.write(comm, self.granted, 0)
-        to = there + layout.data(slot)
-        for source, nbytes in self.sources:
-            ops.copy(comm, to, source, nbytes)
-            to += nbytes
-        ops.write(comm, there + layout.ready(slot), 1)
+        if self.send is not None:
+            there = addresses[self.message.to]
+            ops.wait(comm, self.granted, 1)
+            ops.write(comm, self.granted, 0)
+            to = there + layout.data(slot)
+            for source, nbytes in self.sources:
+                ops.copy(comm, to, source, nbytes)
+                to += nbytes
+            ops.write(comm, there + layout.ready(slot), 1)
+        self._sent = engine.event()
         ops.record(self._sent, comm)
-        if self._live:
+        if self._live and self.send is not None:
             engine.watch.add(_Sending(self, begun, self._sent))
         else:
             engine.recycle(begun)
@@ -155,12 +156,11 @@ class _Exchange:
         stream = ops.current_stream()
         begun = engine.event()
         ops.record(begun, stream)
-        if self.recv is not None:
-            ops.wait(stream, self.ready, 1)
-            ops.write(stream, self.ready, 0)
-        if self._sent is not None:
+        if self._sent is not None:  # before it, the flag of what was here last may still stand
             ops.wait_event(stream, self._sent)
             self.send = None
+        if self.recv is not None:
+            ops.wait(stream, self.ready, 1)
         done = engine.event()
         ops.record(done, stream)
         if self._live:
