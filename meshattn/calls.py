@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshattn import engine
 from meshattn.arguments import (
     Options,
     autocast,
@@ -32,7 +31,7 @@ from meshattn.plan.cost import CallShape, pays_to_share
 from meshattn.plan.heads import inner_shape
 from meshattn.plan.route import route
 from meshattn.plan.schedule import Direction
-from meshattn.program import Program
+from meshattn.program import Call, Program
 from meshattn.sequence import ShardedSequence
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
@@ -231,7 +230,7 @@ def _plan(
     dropout = DropoutRule(options.dropout_p, masks.q_layout, masks.kv_layout) if options.dropout_p else None
     # A part of the heads would fall into a part of the groups, and dropout counts all heads.
     cuts = takes_parts(kernel) and split.ranks == 1 and dropout is None
-    inner = engine.Call(
+    inner = Call(
         forward=_plan_pass("forward", mesh, whole, tile, masks, kernel, q.device, cuts),
         backward=_plan_pass("backward", mesh, whole, tile, masks, kernel, q.device, cuts),
         kernel=kernel,

@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from meshattn.dropout import DropoutRule
-from meshattn.packing import Field, Packed, Packing, Views
+from meshattn.packing import Packed, Views
 from meshattn.plan.schedule import AXIS, Block, Merge, Payload, Transfer
-from meshattn.program import Program
+from meshattn.program import Call, Program
 from meshattn.sinks import add_sinks
 from meshattn.transport.base import Handle
 from meshattn_kernels import AttentionKernel, Intervals
 from meshattn_kernels.contract import (
-    ACCUMULATOR_KINDS,
     AccumulatorKind,
     add_accumulator,
     clear_accumulator,
@@ -34,75 +30,6 @@ from meshattn_kernels.contract import (
 from meshattn_kernels.delta import row_delta
 from meshattn_kernels.dropout import with_dropout
 from meshattn_kernels.merge import merge_partial
-
-
-@dataclass(frozen=True)
-class Call:
-    """What both passes of one attention call share on one rank; no tensors."""
-
-    forward: Program
-    backward: Program
-    kernel: AttentionKernel
-    dropout: DropoutRule | None
-    batch: int
-    rows: int
-    key_rows: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    dtype: torch.dtype
-    accumulator_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    dkv_dtype: torch.dtype  # of dk and dv: a part of them is to be added to others
-    softmax_scale: float
-    device: torch.device
-
-    def result_dtype(self, kind: AccumulatorKind) -> torch.dtype:
-        """Type of the results of a kind of accumulator."""
-        return self.dkv_dtype if kind == "dkv" else self.dtype
-
-    @cached_property
-    def chunk_packings(self) -> Mapping[Payload, Packing]:
-        """How the chunks of each inward payload travel."""
-        rows, keys = (self.batch, self.rows, self.heads), (self.batch, self.key_rows, self.kv_heads)
-        q, do = (Field(name, (*rows, dim), self.dtype) for name, dim in self._dims("q", "do"))
-        kv = (Field(name, (*keys, dim), self.dtype) for name, dim in self._dims("k", "v"))
-        per_row = self.batch, self.heads, self.rows
-        lse, delta = (Field(name, per_row, self.accumulator_dtype) for name in ("lse", "delta"))
-        return {"q": Packing((q,)), "kv": Packing(tuple(kv)), "bundle": Packing((q, do, lse, delta))}
-
-    def _dims(self, *names: str) -> tuple[tuple[str, int], ...]:
-        return tuple(zip(names, (self.head_dim, self.head_dim_v), strict=True))
-
-    @cached_property
-    def packings(self) -> Mapping[AccumulatorKind, tuple[Packing, Packing]]:
-        """How the accumulators of each kind lie here, and how they travel; the same one if that is the
-        same."""
-        return {kind: self._packings(kind) for kind in ACCUMULATOR_KINDS}
-
-    def _packings(self, kind: AccumulatorKind) -> tuple[Packing, Packing]:
-        shapes = self.kernel.accumulator_shapes(
-            kind,
-            batch=self.batch,
-            rows=self.key_rows if kind == "dkv" else self.rows,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim_v,
-        )
-
-        def packed(dtype: torch.dtype) -> Packing:
-            # lse always moves in full: rounding it would scale whole rows.
-            types = {name: self.accumulator_dtype if name == "lse" else dtype for name in shapes}
-            return Packing(tuple(Field(name, shape, types[name]) for name, shape in shapes.items()))
-
-        # On a tile of one rank one block is all that is ever added.
-        alone = self.forward.schedule.tile.ranks == 1 and kind in self.kernel.writes_finished
-        alone &= self.result_dtype(kind) == self.dtype
-        held, sent = self.dtype if alone else self.accumulator_dtype, self.reduce_dtype
-        mine = packed(held)
-        return mine, mine if held == sent else packed(sent)
 
 
 def forward(

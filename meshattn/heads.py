@@ -21,6 +21,7 @@ from meshattn import engine
 from meshattn.packing import Field, Packing, Views
 from meshattn.plan.heads import HeadSplit
 from meshattn.plan.schedule import Direction, Way
+from meshattn.program import Call
 from meshattn.sinks import sinks_gradient
 from meshattn.transport.base import Exchange, Handle, Message, Transport
 
@@ -33,7 +34,7 @@ BY_ROW = ("lse", "delta")  # [B, H, L]; all others are [B, L, H, D]
 class HeadCall:
     """One attention call on one rank of the head axis; no tensors."""
 
-    inner: engine.Call  # of the first group
+    inner: Call  # of the first group
     split: HeadSplit
     groups: int
     members: tuple[int, ...]  # mesh ranks of the head axis, in order
@@ -51,7 +52,7 @@ class HeadCall:
         return self.inner.key_rows // self.split.ranks
 
     @cached_property
-    def calls(self) -> tuple[engine.Call, ...]:
+    def calls(self) -> tuple[Call, ...]:
         """The call of each group: dropout asks which heads they are."""
         if self.inner.dropout is None:
             return (self.inner,) * self.groups

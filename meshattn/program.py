@@ -1,5 +1,5 @@
-"""A step list as one rank executes it: with whom it exchanges what, and which blocks have anything to
-compute.
+"""An attention call as one rank sees it: its step lists, with whom it exchanges what, which blocks have
+anything to compute, and how its tensors travel.
 
 All of it follows from the call, so it is worked out once, before the first pass, and not in every one.
 """
@@ -10,11 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
+from meshattn.dropout import DropoutRule
+from meshattn.packing import Field, Packing
 from meshattn.plan.assignment import Assignment
 from meshattn.plan.hops import Hops
-from meshattn.plan.schedule import Block, Merge, Schedule, Transfer
+from meshattn.plan.schedule import Block, Merge, Payload, Schedule, Transfer
 from meshattn.transport.base import Message, Transport
 from meshattn_kernels import AttentionKernel, Intervals
+from meshattn_kernels.contract import ACCUMULATOR_KINDS, AccumulatorKind
 from meshattn_kernels.sharing import of_part
 
 
@@ -118,3 +123,72 @@ class Program:
         """Query and key chunk of a block."""
         queries = self.assignment.query_chunk(self.rank, block.row)
         return queries, self.assignment.key_chunk(self.rank, block.col)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What both passes of one attention call share on one rank; no tensors."""
+
+    forward: Program
+    backward: Program
+    kernel: AttentionKernel
+    dropout: DropoutRule | None
+    batch: int
+    rows: int
+    key_rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    accumulator_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    dkv_dtype: torch.dtype  # of dk and dv: a part of them is to be added to others
+    softmax_scale: float
+    device: torch.device
+
+    def result_dtype(self, kind: AccumulatorKind) -> torch.dtype:
+        """Type of the results of a kind of accumulator."""
+        return self.dkv_dtype if kind == "dkv" else self.dtype
+
+    @cached_property
+    def chunk_packings(self) -> Mapping[Payload, Packing]:
+        """How the chunks of each inward payload travel."""
+        rows, keys = (self.batch, self.rows, self.heads), (self.batch, self.key_rows, self.kv_heads)
+        q, do = (Field(name, (*rows, dim), self.dtype) for name, dim in self._dims("q", "do"))
+        kv = (Field(name, (*keys, dim), self.dtype) for name, dim in self._dims("k", "v"))
+        per_row = self.batch, self.heads, self.rows
+        lse, delta = (Field(name, per_row, self.accumulator_dtype) for name in ("lse", "delta"))
+        return {"q": Packing((q,)), "kv": Packing(tuple(kv)), "bundle": Packing((q, do, lse, delta))}
+
+    def _dims(self, *names: str) -> tuple[tuple[str, int], ...]:
+        return tuple(zip(names, (self.head_dim, self.head_dim_v), strict=True))
+
+    @cached_property
+    def packings(self) -> Mapping[AccumulatorKind, tuple[Packing, Packing]]:
+        """How the accumulators of each kind lie here, and how they travel; the same one if that is the
+        same."""
+        return {kind: self._packings(kind) for kind in ACCUMULATOR_KINDS}
+
+    def _packings(self, kind: AccumulatorKind) -> tuple[Packing, Packing]:
+        shapes = self.kernel.accumulator_shapes(
+            kind,
+            batch=self.batch,
+            rows=self.key_rows if kind == "dkv" else self.rows,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+        )
+
+        def packed(dtype: torch.dtype) -> Packing:
+            # lse always moves in full: rounding it would scale whole rows.
+            types = {name: self.accumulator_dtype if name == "lse" else dtype for name in shapes}
+            return Packing(tuple(Field(name, shape, types[name]) for name, shape in shapes.items()))
+
+        # On a tile of one rank one block is all that is ever added.
+        alone = self.forward.schedule.tile.ranks == 1 and kind in self.kernel.writes_finished
+        alone &= self.result_dtype(kind) == self.dtype
+        held, sent = self.dtype if alone else self.accumulator_dtype, self.reduce_dtype
+        mine = packed(held)
+        return mine, mine if held == sent else packed(sent)

@@ -33,6 +33,7 @@ from meshattn.layouts import Layout, LayoutKind
 from meshattn.plan.assignment import Tile, tiles
 from meshattn.plan.cost import traffic
 from meshattn.plan.heads import exchange, exchange_memory, head_groups, inner_shape
+from meshattn.program import Call
 from meshattn.testing import run_ranks
 from meshattn.transport.base import Message
 from meshattn.transport.threads import ThreadTransport
@@ -480,7 +481,7 @@ def test_heads_that_cannot_be_shared_out(
 def test_a_rank_that_fails_is_named_with_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = engine.forward
 
-    def broken(call: engine.Call, *tensors: Any) -> Any:
+    def broken(call: Call, *tensors: Any) -> Any:
         if threading.current_thread().name == "victim":
             raise RuntimeError("trouble of its own")
         return forward(call, *tensors)

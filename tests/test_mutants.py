@@ -17,6 +17,7 @@ from meshattn.layouts import Layout
 from meshattn.masks import MaskRule
 from meshattn.plan.assignment import Assignment, Tile
 from meshattn.plan.schedule import Merge, Transfer
+from meshattn.program import Call
 from meshattn.testing import run_ranks
 from meshattn.transport.base import Message, Traffic
 from meshattn_kernels import Intervals
@@ -66,7 +67,7 @@ def _without(dropped: Callable[[Merge], bool]) -> Patch:
 def _forget_the_scale(patch: pytest.MonkeyPatch) -> None:
     forward = engine.forward
 
-    def mutant(call: engine.Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def mutant(call: Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         return forward(replace(call, softmax_scale=1.0), *tensors)
 
     patch.setattr(engine, "forward", mutant)

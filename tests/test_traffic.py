@@ -21,6 +21,7 @@ from meshattn import engine
 from meshattn.plan.assignment import Tile, tiles
 from meshattn.plan.cost import CallShape, memory, total_bytes, traffic
 from meshattn.plan.schedule import Direction
+from meshattn.program import Call
 from meshattn.testing import run_ranks
 from meshattn.transport.base import Message, TrafficRecord
 from meshattn.transport.threads import ThreadTransport
@@ -220,7 +221,7 @@ def test_buffers_of_a_pass_equal_the_memory_formula(
         return wrapper
 
     def during(direction: str, run: Any) -> Any:
-        def wrapper(call: engine.Call, *tensors: Tensor) -> Any:
+        def wrapper(call: Call, *tensors: Tensor) -> Any:
             running.key = (call.forward.rank, direction)
             try:
                 return run(call, *tensors)

@@ -10,8 +10,8 @@ granted   on the sender, one for each receiver and slot: 1 when it may fill that
     receiver    wait ready == 1; use the bytes
 
 Both waits look at local memory and both flags are undone before they are used again, so the same operations
-can be repeated, also by a CUDA graph, and memory full of zeros is the state to begin with. Who fills a slot may change from
-one exchange to the next.
+can be repeated, also by a CUDA graph, and memory full of zeros is the state to begin with. Who fills a slot
+may change from one exchange to the next.
 """
 
 from __future__ import annotations
