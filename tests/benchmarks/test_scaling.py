@@ -1,0 +1,56 @@
+"""The scaling study in small: what methods may do, the double ring, and the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import scaling
+from double_ring import double_ring
+from meshattn.plan import Tile, total_bytes
+from meshattn.plan.placement import Cut
+from meshattn.plan.script import Exchange, Kernel, pass_script
+from meshattn.plan.timeline import run
+from plan.topology_cases import call, cluster
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_double_ring_moves_what_a_ring_moves_by_other_ways(direction: str) -> None:
+    topology, shape = cluster(4, between=1.0), call(300)
+    script = double_ring(direction, shape, 12, topology)  # type: ignore[arg-type]
+    sent = sum(entry.num_bytes for entry in script.entries if isinstance(entry, Exchange))
+    assert sent == total_bytes(direction, Tile(1, 12), shape)  # type: ignore[arg-type]
+    blocks = [entry for entry in script.entries if isinstance(entry, Kernel) and entry.name == "block"]
+    assert len(blocks) == 12
+    ring = pass_script(direction, shape, Cut(1, Tile(1, 12)), topology)  # type: ignore[arg-type]
+    both = [run(each, topology).total_us for each in (script, ring)]
+    assert 12 * float(str(blocks[0].us)) <= both[0] < both[1]
+
+
+def test_methods_have_their_own_cuts() -> None:
+    every = {method: {cut for cut, _ in scaling.candidates(method, 16, 8)} for method in scaling.METHODS}
+    assert every["ring"] == {Cut(1, Tile(1, 16))} and every["ulysses"] == {Cut(16, Tile(1, 1))}
+    assert every["usp"] == {Cut(w, Tile(1, 16 // w)) for w in (2, 4, 8)}
+    assert all(cut.heads == 1 and cut.tile.a > 1 for cut in every["mesh"])
+    assert all(cut.heads > 1 and cut.tile.a > 1 for cut in every["mesh+heads"])
+
+
+def test_the_report_has_all_methods(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from scaling_report import Row, Study, case_table, less_sent, records, speed_up, strong_table
+
+    case = scaling.Case("dgx-h200", 16, 2**17, "GQA", True)
+    found = scaling.answer(case)
+    lines = [json.dumps({"name": str(one.case), **asdict(one)}) for one in found]
+    study = Study([Row.read(line) for line in lines])
+    (methods,) = study.select(ranks=16)
+    assert set(methods) == set(scaling.METHODS)
+    assert speed_up(methods, "ring") == 1 and less_sent(methods, "double ring") == 0
+    text = case_table(methods)
+    assert all(f"| {name}" in text for name in ("ring", "double ring", "USP", "mesh with head axis"))
+    assert strong_table(study, "dgx-h200", "GQA", True).count("\n") == 1  # no million tokens here
+    times = {r.metric: r for r in records(study) if r.metric.endswith("step ms")}
+    assert times["ring: step ms"].ratio == 1 and len(times) == len(methods)
