@@ -225,7 +225,7 @@ class _Maker:
             self.mask.part(assignment.query_chunk(chunk, block.row), assignment.key_chunk(chunk, block.col))
             for chunk in self.chunks
         ]
-        return Kernel(name, tuple(_between(part, half, whole) for part in parts))
+        return Kernel(name, tuple(partial_us(part, half, whole) for part in parts))
 
     def _exchange(self, transfer: ListTransfer, first_number: int) -> Exchange:
         sends = None
@@ -251,7 +251,7 @@ class _Maker:
         )
 
 
-def _between(part: float, half: float, whole: float) -> float:
+def partial_us(part: float, half: float, whole: float) -> float:
     """Time of a block of which a part is visible, by a straight line through nothing, the half and all."""
     return 2 * part * half if part <= 0.5 else half + (2 * part - 1) * (whole - half)
 

@@ -10,9 +10,20 @@ from pathlib import Path
 import pytest
 
 from meshattn.plan import Direction, Tile, payload_bytes
+from meshattn.plan.heads import head_groups
 from meshattn.plan.links import link_use
-from meshattn.plan.placement import Cut
-from meshattn.plan.script import Exchange, Kernel, Mask, Script, block_times, pace_of, pass_script
+from meshattn.plan.placement import Cut, MeshAxis, Placement
+from meshattn.plan.script import (
+    Exchange,
+    Kernel,
+    Mask,
+    Script,
+    Wait,
+    block_times,
+    pace_of,
+    partial_us,
+    pass_script,
+)
 from meshattn.plan.timeline import Fabric, Timeline, run
 from meshattn.plan.topology import Topology
 from meshattn.plan.trace import trace_events, write_trace
@@ -40,7 +51,7 @@ def emulate(
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_never_faster_than_kernels_or_the_busiest_link(direction: Direction, cut: Cut) -> None:
-    for between, nics in ((1.0, 1), (50.0, 2), (1000.0, 1)):
+    for between, nics in ((1.0, 1), (1.0, 2), (50.0, 2), (1000.0, 1)):
         topology = cluster(4, between=between, gpus_per_nic=nics)
         timeline = emulate(direction, cut, topology)
         use = link_use(direction, call(500), timeline.script.placement, topology)
@@ -173,6 +184,58 @@ def test_events_tell_what_happened(tmp_path: Path) -> None:
     assert max(e["ts"] + e["dur"] for e in spans) <= sum(t.total_us for t in timelines) + 1e-6
     named = {(e["pid"], e["name"]) for e in trace_events(timelines) if e["ph"] == "M"}
     assert {pid for pid, _ in named} == {e["pid"] for e in spans}
+
+
+def played(gpus_per_node: int, tile: Tile, *entries: Kernel | Exchange | Wait) -> list[float]:
+    """When each rank ends; a GB/s is a thousand bytes a microsecond, latency 1, exchanges move 5000 bytes."""
+    topology = cluster(gpus_per_node, inside=1.0, between=1.0, latency_us=1.0)
+    placement = Placement(Cut(1, tile), ("row", "col", "heads"), gpus_per_node)
+    timeline = run(Script("by hand", placement, entries, shares=False), topology)
+    return [timeline.end_us[kind] for kind in timeline.kind]
+
+
+def only(number: int, axis: MeshAxis, offset: int, ranks: int, sender: int) -> Exchange:
+    return Exchange(number, "x", axis, offset, 5000, tuple(rank == sender for rank in range(ranks)))
+
+
+@pytest.mark.parametrize("gpus_per_node", [1, 3], ids=["across", "inside"])
+def test_an_exchange_waits_for_both_ends_and_holds_both_up(gpus_per_node: int) -> None:
+    work = Kernel("work", (1.0, 10.0, 2.0))
+    # Rank 2 sends to rank 1, which comes to it at 10; rank 0 has no part in it.
+    assert played(gpus_per_node, Tile(1, 3), work, only(0, "col", -1, 3, 2), Wait(0)) == [1.0, 16.0, 16.0]
+
+
+@pytest.mark.parametrize("gpus_per_node", [1, 3], ids=["across", "inside"])
+def test_one_at_a_time_comes_in(gpus_per_node: int) -> None:
+    """Through the port inside a node, and by the stream of the receiver between nodes."""
+    first, second = only(0, "col", -1, 3, 2), only(1, "col", 1, 3, 0)  # both to rank 1
+    assert played(gpus_per_node, Tile(1, 3), first, second, Wait(0), Wait(1)) == [12.0, 12.0, 6.0]
+
+
+def test_the_exchanges_of_a_batch_share_a_latency() -> None:
+    topology = cluster(4, inside=1.0, latency_us=1000.0)
+    shape = call(100)
+    script = pass_script("forward", shape, Cut(4, Tile(1, 1)), topology)
+    (kernel,) = [e.us for e in script.entries if isinstance(e, Kernel) and e.name.startswith("block")]
+    moved = sum(e.num_bytes for e in script.entries if isinstance(e, Exchange)) / 1e3
+    assert run(script, topology).total_us == pytest.approx(2 * 1000 + moved + float(str(kernel)), rel=1e-4)
+
+
+def test_heads_go_in_groups_one_under_way_while_another_is_computed() -> None:
+    shape = replace(call(40_000), heads=32, kv_heads=32)
+    groups = head_groups(shape, 4)
+    assert groups > 1
+    script = pass_script("forward", shape, Cut(4, Tile(1, 2)), cluster(4))
+    assert script.num_exchanges == groups * (2 * 3 + 1)
+    names = [e.name for e in script.entries if isinstance(e, Exchange)]
+    assert names.index("heads inward", 3) < names.index("kv 1"), "the next group comes in first"
+    assert run(script, cluster(4)).exposed_us < run(script, cluster(4, inside=1.0)).exposed_us
+
+
+def test_parts_of_a_block_lie_between_nothing_and_all() -> None:
+    times = [partial_us(part / 8, half=3.0, whole=10.0) for part in range(9)]
+    assert times == sorted(times) and (times[0], times[4], times[8]) == (0, 3.0, 10.0)
+    assert times[2] == 1.5 and times[6] == 6.5
 
 
 def test_paces_follow_the_links() -> None:

@@ -131,6 +131,13 @@ def test_between_blocks_times_rise_and_beyond_them_the_rate_stays() -> None:
     assert full == pytest.approx(2 * us(table, rows=512, keys=512, heads=8, kv_heads=8, causal=True))
 
 
+def test_a_mask_that_the_table_lacks_has_the_rate_of_the_other() -> None:
+    for causal in (True, False):
+        some = KernelTimes("some", tuple(block for block in FLAT.blocks if block.causal == causal))
+        for wanted in (True, False):
+            assert us(some, causal=wanted) == pytest.approx(us(FLAT, causal=wanted))
+
+
 def test_text_keeps_numbers() -> None:
     assert Topology.read(json.loads(cluster(7, start_us=1.5).text())) == cluster(7, start_us=1.5)
     assert math.isclose(FLAT.best_flops_per_us, 4 * RATE)
