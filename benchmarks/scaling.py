@@ -23,9 +23,9 @@ from double_ring import double_ring
 from meshattn.plan.assignment import Tile, tiles
 from meshattn.plan.cost import CallShape
 from meshattn.plan.placement import Cut, MeshAxis
-from meshattn.plan.planner import Question, rank_candidates
-from meshattn.plan.script import Exchange
-from meshattn.plan.timeline import run
+from meshattn.plan.planner import Prediction, Question, rank_candidates
+from meshattn.plan.script import Exchange, pace_of, pass_script
+from meshattn.plan.timeline import Timeline, run
 from meshattn.plan.topology import Topology, load_topology
 
 HEADS, HEAD_DIM = 32, 128
@@ -171,6 +171,26 @@ def _double_ring(case: Case, shape: CallShape, topology: Topology) -> Figures | 
         leaving=across * case.ranks,
         memory=question.memory(ring),
     )
+
+
+def one_tile(case: Case, tile: Tile) -> Prediction:
+    """A tile whose rows lie inside a node, in a case."""
+    order: tuple[MeshAxis, ...] = ("row", "col", "heads")
+    return Question(case.ranks, case.shape(2), case.topology()).predict(Cut(1, tile), order)
+
+
+def forwards(case: Case, tiles: Sequence[Tile]) -> list[Timeline]:
+    """What happens in the forward of some tiles, rows inside a node."""
+    topology, order = case.topology(), ("row", "col", "heads")
+    paces = [pace_of(topology, Cut(1, tile), order) for tile in tiles]
+    return [
+        run(
+            pass_script("forward", case.shape(2), Cut(1, tile), topology, order=order, pace=pace),
+            topology,
+            record=True,
+        )
+        for tile, pace in zip(tiles, paces, strict=True)
+    ]
 
 
 def answer(case: Case) -> list[Figures]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
+from meshattn.pictures import draw_timeline
+from meshattn.plan.timeline import Timeline
 from scaling import TOKENS
 
 if TYPE_CHECKING:
@@ -95,6 +97,11 @@ def draw_weak(study: Study, path: Path) -> None:
     _finish(figure, axes, path)
 
 
+def draw_two(timelines: Sequence[Timeline], path: Path) -> None:
+    """Passes below each other, a few ranks of each."""
+    draw_timeline(timelines, path, most_ranks=3)
+
+
 def draw_bytes(study: Study, path: Path) -> None:
     """Of 256 GPUs and a million tokens: what a rank and the busiest card send, and what leaves all nodes."""
     figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.8))
@@ -109,7 +116,8 @@ def draw_bytes(study: Study, path: Path) -> None:
                     value = getattr(case[method], field) / 2**30
                     spot = 7 * n + place
                     axis.bar(spot, value, color=color, label=WORDS.get(method, method) if n == 0 else None)
-                    axis.text(spot, value, f"{value:.3g}", ha="center", va="bottom", fontsize=7)
+                    label = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+                    axis.text(spot, value, label, ha="center", va="bottom", fontsize=6)
         axis.set_xticks([2.5, 9.5], ["MHA", "GQA"])
         axis.set_title(title, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)

@@ -138,7 +138,7 @@ def _link(mesh: AttentionMesh, ring: tuple[int, ...], sizes: tuple[int, int], de
     )
     us_per_byte = max((large - small) / (sizes[1] - sizes[0]), 1e-9)
     return Link(
-        gb_per_s=round(1e-3 / us_per_byte, 4),
+        gb_per_s=float(f"{1e-3 / us_per_byte:.4g}"),
         latency_us=round(max(small - sizes[0] * us_per_byte, 0.0), 2),
         sm_share=round(_share(transport, device), 4),
     )

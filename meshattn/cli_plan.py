@@ -159,8 +159,8 @@ def calibrate_command(args: argparse.Namespace) -> str:
         return ""
     inside, between = topology.inside, topology.between
     return (
-        f"written to {args.out}: {topology.gpus_per_node} ranks a node; inside {inside.gb_per_s:.2f} GB/s "
+        f"written to {args.out}: {topology.gpus_per_node} ranks a node; inside {inside.gb_per_s:.3g} GB/s "
         f"and {inside.latency_us:.0f} us, "
-        f"between {between.gb_per_s:.2f} GB/s and {between.latency_us:.0f} us; "
+        f"between {between.gb_per_s:.3g} GB/s and {between.latency_us:.0f} us; "
         f"{len(topology.kernels.blocks)} blocks of kernel {topology.kernels.kernel}"
     )
