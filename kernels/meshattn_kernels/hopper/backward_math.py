@@ -65,7 +65,8 @@ def step_whole(
     INDEX: gl.constexpr, memory, stage, parity, dk, dv, first_row, first_key, rows, common_first, common_end,
     exp2_scale, MASK: gl.constexpr,
 ):  # fmt: skip
-    """One step with the query tile in one piece. Returns this half of dq (fp32 [64, 64]), dv and dk."""
+    """One step with the query tile in one piece. Returns this half of dq (fp32 [64, 64]), dv and the
+    pending dk."""
     Q_TILE: gl.constexpr = memory.q.shape[1]
     D_TILE: gl.constexpr = memory.q.shape[2]
     DV_TILE: gl.constexpr = memory.do.shape[2]
@@ -97,8 +98,7 @@ def step_whole(
     fence_async_shared()
     mbarrier.arrive(memory.ds_full.index(stage), count=1)
     ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, accumulator_layout(D_TILE), 2))
-    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
-    return half_of_dq(INDEX, memory, stage, parity, dk, dv)
+    return last_products(INDEX, memory, stage, parity, dk, dv, ds_operand, q)
 
 
 @gluon.jit
@@ -161,14 +161,13 @@ def step_halves(
     fence_async_shared()
     mbarrier.arrive(memory.ds_full.index(stage), count=1)
     dv = warpgroup_mma(probs_operand, do1, dv, is_async=True)
-    dk = warpgroup_mma(gl.convert_layout(ds, DS_OPERAND), q1, dk, is_async=True)
-    return half_of_dq(INDEX, memory, stage, parity, dk, dv)
+    return last_products(INDEX, memory, stage, parity, dk, dv, gl.convert_layout(ds, DS_OPERAND), q1)
 
 
 @gluon.jit
-def half_of_dq(INDEX: gl.constexpr, memory, stage, parity, dk, dv):
+def last_products(INDEX: gl.constexpr, memory, stage, parity, dk, dv, ds_operand, q):
     """dS^T K for half of the query rows, or half of the columns where there are 64 rows only, when the other
-    partition's dS is there. Also waits for the pending dk and dv."""
+    partition's dS is there; then dk += dS q, which is still pending: dq is stored meanwhile."""
     Q_TILE: gl.constexpr = memory.q.shape[1]
     ds = memory.ds.index(stage)
     k = memory.k
@@ -179,7 +178,9 @@ def half_of_dq(INDEX: gl.constexpr, memory, stage, parity, dk, dv):
     dq = gl.zeros((64, 64), gl.float32, accumulator_layout(64))
     mbarrier.wait(memory.ds_full.index(stage), parity)
     dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=[dq, dv, dk])
+    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+    dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+    return dq, dv, dk
 
 
 @gluon.jit
@@ -300,11 +301,12 @@ def math_partition(
                     INDEX, memory, stage, parity, dk, dv, first_row, first_key, rows, common_first,
                     common_end, exp2_scale, MASK,
                 )  # fmt: skip
-            mbarrier.arrive(memory.q_empty.index(stage), count=1)
             mbarrier.wait(memory.dq_empty, (step & 1) ^ 1)
             reinterpret(memory.dq.index(INDEX), [64, 64], DQ_SHARED).store(dq)
             fence_async_shared()
             mbarrier.arrive(memory.dq_full, count=1)
+            dk = warpgroup_mma_wait(0, deps=[dk])
+            mbarrier.arrive(memory.q_empty.index(stage), count=1)
             step += 1
         if not GROUPED or gl.load(tasks + task * 8 + 5) & STORE:
             mbarrier.arrive(memory.kv_empty, count=1)
