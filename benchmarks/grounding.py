@@ -1,8 +1,6 @@
 """The emulator against reality: predicted beside measured times of the records of distributed.py.
 
-    python benchmarks/grounding.py reports/2026-11-30-distributed-2-ranks-gpu.jsonl --topology dgx-h200 \\
-        --p2p 258 70 0.12
-    python benchmarks/grounding.py virtual.jsonl --topology calibrated.json
+    python benchmarks/grounding.py --set 2-gpus.jsonl dgx-h200 --p2p 258 70 0.12 --set virtual.jsonl mine.json
 
 The records say what was run; the topology is a preset or was measured (`meshattn calibrate`) where they come
 from. Lists are those that the library runs.
@@ -18,14 +16,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness import table
+from harness import REPORTS, Machine, Record, table, write
 from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape
 from meshattn.plan.placement import Cut
 from meshattn.plan.schedule import Direction
 from meshattn.plan.script import pass_script
 from meshattn.plan.timeline import run
-from meshattn.plan.topology import Link, Topology, load_topology
+from meshattn.plan.topology import Link, Topology, load_topology, presets
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 NAME = re.compile(
@@ -33,6 +31,13 @@ NAME = re.compile(
 )
 EVEN = "striped"
 """Every block of other layouts would need its own cost."""
+APART = 0.03
+"""Times nearer than this have no order that a second run would keep."""
+INTRO = """\
+Measured times are those of `distributed.py`, the slowest rank's median; predicted ones come from the
+step lists that were run, the links of the topology named and its kernel times. NCCL's link inside a node
+is what was measured for one exchange (258 GB/s, 70 us, 16 of 132 multiprocessors). Topologies of virtual
+nodes were measured by `meshattn calibrate` on the same ranks. Skipped is a tile without its transfers."""
 
 
 @dataclass(frozen=True)
@@ -80,64 +85,114 @@ def predict(measured: Measured, topologies: dict[str, Topology]) -> float | None
     return run(script, topology).total_us / 1e3
 
 
-def compare(records: Iterable[dict[str, object]], topologies: dict[str, Topology]) -> str:
-    """The table, the median error, and in how many settings the order of tiles is right."""
-    rows, errors = [], []
-    by_setting: dict[str, list[tuple[float, float]]] = {}
-    for record in records:
-        measured = Measured.of(record)
-        time = None if measured is None else predict(measured, topologies)
-        if measured is None or time is None:
-            continue
-        error = time / measured.ms - 1
-        errors.append(abs(error))
-        by_setting.setdefault(measured.setting, []).append((measured.ms, time))
-        rows.append(
-            [measured.setting, str(measured.cut), f"{measured.ms:.3f}", f"{time:.3f}", f"{error:+.1%}"]
+@dataclass(frozen=True)
+class Comparison:
+    """Records of one place beside what the emulator says."""
+
+    rows: tuple[tuple[Measured, float], ...]
+
+    @staticmethod
+    def of(records: Iterable[dict[str, object]], topologies: dict[str, Topology]) -> Comparison:
+        found = [measured for record in records if (measured := Measured.of(record))]
+        times = [(measured, predict(measured, topologies)) for measured in found]
+        return Comparison(tuple((measured, time) for measured, time in times if time is not None))
+
+    @property
+    def errors(self) -> list[float]:
+        return [time / measured.ms - 1 for measured, time in self.rows]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Pairs of tiles in the right order, and all whose times are more than ``APART`` apart."""
+        pairs = [
+            (a, b, x, y)
+            for n, (a, x) in enumerate(self.rows)
+            for b, y in self.rows[:n]
+            if a.setting == b.setting and abs(a.ms / b.ms - 1) > APART
+        ]
+        return sum((a.ms < b.ms) == (x < y) for a, b, x, y in pairs), len(pairs)
+
+    def text(self) -> str:
+        """The table, the median error, and how often the order of tiles is right."""
+        if not self.rows:
+            return "no record is of a tile with a striped layout on a transport that a topology is given for"
+        head = ["case", "heads x a x b", "measured ms", "predicted ms", "error"]
+        lines = [
+            [m.setting, str(m.cut), f"{m.ms:.3f}", f"{time:.3f}", f"{time / m.ms - 1:+.1%}"]
+            for m, time in self.rows
+        ]
+        sizes = [abs(error) for error in self.errors]
+        right, pairs = self.order
+        text = (
+            f"{table(head, lines)}\n\nMedian absolute error {statistics.median(sizes):.1%} over {len(sizes)} "
+            f"passes, largest {max(sizes):.1%}"
         )
-    if not rows:
-        return "no record is of a tile with a striped layout on a transport that a topology was given for"
-    pairs = [
-        (a, b)
-        for found in by_setting.values()
-        for n, a in enumerate(found)
-        for b in found[:n]
-        if abs(a[0] / b[0] - 1) > 0.03  # nearer ones have no order that a second run would keep
-    ]
-    right = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)
-    head = ["case", "heads x a x b", "measured ms", "predicted ms", "error"]
-    return (
-        f"{table(head, rows)}\n\nMedian absolute error {statistics.median(errors):.1%} over {len(errors)} "
-        f"passes, largest {max(errors):.1%}; {right} of {len(pairs)} pairs of tiles whose times are more "
-        "than 3 % apart are in the right order."
-    )
+        if pairs:
+            text += (
+                f"; {right} of {pairs} pairs of tiles whose times are more than {APART:.0%} apart are in the "
+                "right order"
+            )
+        return text + "."
+
+    def records(self) -> list[Record]:
+        return [
+            Record("grounding", f"{m.setting} {m.cut}", "predicted ms", time, "measured", time / m.ms)
+            for m, time in self.rows
+        ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("records", type=Path, nargs="+", help="JSON lines of distributed.py")
-    parser.add_argument("--topology", required=True, help="a preset or a file")
-    parser.add_argument(
-        "--p2p",
-        type=float,
-        nargs=3,
-        metavar=("GB_PER_S", "LATENCY_US", "SM_SHARE"),
-        help="NCCL's link, where the topology is that of copy engines",
-    )
-    args = parser.parse_args(argv)
-    topology = load_topology(args.topology)
+def topologies_of(topology: Topology, p2p: Sequence[float] | None) -> dict[str, Topology]:
+    """By transport: ``p2p`` is NCCL's link where the topology is that of copy engines."""
     sockets = topology
-    if args.p2p:
-        sockets = replace(topology, gpus_per_node=1, gpus_per_nic=1, between=Link(*args.p2p))
+    if p2p:
+        sockets = replace(topology, gpus_per_node=1, gpus_per_nic=1, between=Link(*p2p))
     free = Link(gb_per_s=1e9)
-    topologies = {
+    return {
         "symmetric": topology,
         "p2p": sockets,
         "auto": topology,
         "skipped": replace(topology, inside=free, between=free),
     }
-    records = [json.loads(line) for path in args.records for line in path.read_text().splitlines()]
-    print(compare(records, topologies))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--set",
+        nargs=2,
+        action="append",
+        required=True,
+        metavar=("RECORDS", "TOPOLOGY"),
+        help="JSON lines of distributed.py, and a preset or a file; any number of times",
+    )
+    parser.add_argument(
+        "--p2p",
+        type=float,
+        nargs=3,
+        metavar=("GB_PER_S", "LATENCY_US", "SM_SHARE"),
+        help="NCCL's link, where the topology is a preset, which is that of copy engines",
+    )
+    parser.add_argument("--report", action="store_true", help="write a dated report, too")
+    args = parser.parse_args(argv)
+    parts, found = [], []
+    for source, name in args.set:
+        topology = load_topology(name)
+        lines = [json.loads(line) for line in Path(source).read_text().splitlines()]
+        comparison = Comparison.of(lines, topologies_of(topology, args.p2p if name in presets() else None))
+        where = (
+            f"{lines[0]['device']}; {lines[0]['versions']}; commit {lines[0]['commit']}; {lines[0]['date']}"
+        )
+        inside, between = topology.inside, topology.between
+        links = (
+            f"{topology.gpus_per_node} ranks a node; inside {inside.gb_per_s:.4g} GB/s and "
+            f"{inside.latency_us:.0f} us, between {between.gb_per_s:.4g} GB/s and {between.latency_us:.0f} us"
+        )
+        parts.append(f"## {where}\n\nTopology {topology.name}: {links}.\n\n{comparison.text()}")
+        found += comparison.records()
+    text = "\n\n".join(["# The emulator against what was measured", INTRO, *parts]) + "\n"
+    print(text)
+    if args.report:
+        print(f"written to {write('grounding', [(Machine.here(), found)], text, REPORTS)}")
 
 
 if __name__ == "__main__":

@@ -62,15 +62,21 @@ def join() -> torch.device:
 
 
 def calibrate(
-    sizes: Sizes, device: torch.device, *, name: str = "measured", per_node: int | None = None
+    sizes: Sizes,
+    device: torch.device,
+    *,
+    name: str = "measured",
+    per_node: int | None = None,
+    transport: str = "auto",
 ) -> Topology:
     """Measure the ranks of the default group, which must be numbered host by host. Collective; the same
-    topology on every rank. ``per_node`` is for hosts that are parts of one machine.
+    topology on every rank. ``per_node`` is for hosts that are parts of one machine; ``transport`` is that of
+    `init_attention_mesh`.
 
     Raises ValueError, on every rank alike, if hosts have different numbers of ranks or ranks are not numbered
     host by host.
     """
-    mesh = init_attention_mesh(tile=(1, dist.get_world_size()))
+    mesh = init_attention_mesh(tile=(1, dist.get_world_size()), transport=transport)
     try:
         if per_node is None:
             per_node = _ranks_per_host(mesh, device)

@@ -138,6 +138,9 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, nargs="+", default=[8, 2], help="of the blocks (default 8 2)")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--group", type=int, default=1, help="query heads of a key/value head (default 1)")
+    parser.add_argument(
+        "--transport", default="auto", help="auto, symmetric or p2p, as of a mesh (default auto)"
+    )
     parser.add_argument("--per-node", type=int, help="ranks of a node, where nodes are parts of one machine")
 
 
@@ -149,7 +152,7 @@ def calibrate_command(args: argparse.Namespace) -> str:
 
     device = join()
     sizes = sizes_of(device, args.rows, args.heads, args.head_dim, args.group)
-    topology = calibrate(sizes, device, name=args.name, per_node=args.per_node)
+    topology = calibrate(sizes, device, name=args.name, per_node=args.per_node, transport=args.transport)
     first = dist.get_rank() == 0
     if first:
         args.out.write_text(topology.text())

@@ -45,11 +45,11 @@ def test_perfect_and_reversed_measurements() -> None:
         assert time is not None and grounding.predict(measured, {}) is None
         times.append(time)
     exact = [record(case, ours=time) for case, time in zip(cases, times, strict=True)]
-    text = grounding.compare(exact, {"p2p": topology})
+    text = grounding.Comparison.of(exact, {"p2p": topology}).text()
     assert "Median absolute error 0.0% over 3 passes" in text and "3 of 3 pairs" in text
     wrong = [record(case, ours=1 / time) for case, time in zip(cases, times, strict=True)]
-    assert "0 of 3 pairs" in grounding.compare(wrong, {"p2p": topology})
-    assert "no record" in grounding.compare([], {"p2p": topology})
+    assert grounding.Comparison.of(wrong, {"p2p": topology}).order == (0, 3)
+    assert "no record" in grounding.Comparison.of([], {"p2p": topology}).text()
 
 
 def test_faster_links_are_predicted_faster() -> None:
