@@ -124,7 +124,7 @@ def covering_set(target: int) -> Iterator[Variant]:
     variants += [Variant("dkdv", torch.float16, 192, 128, band=True, first=True)]
     variants += [
         Variant(which, half, 64, 64, band=True, first=True, softcap=True, dropout=True)
-        for which in ("forward", "dkdv")
+        for which in ("dkdv", "forward")
     ]
     for n, variant in enumerate(variants):
         # One target further in every round, or some targets would see one head size only.
