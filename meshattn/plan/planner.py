@@ -13,13 +13,13 @@ from functools import lru_cache
 
 from .assignment import Tile, tiles
 from .cost import CallShape, choose_tile, peak_memory, total_bytes
-from .heads import exchange, exchange_memory, head_groups, inner_shape
+from .heads import exchange, exchange_memory, inner_shape
 from .hops import Visibility
 from .kernel_times import BlockPass
 from .links import LinkUse, link_use
 from .placement import ORDER, Cut, MeshAxis, Placement
 from .schedule import Direction
-from .script import block_times, pace_of, pass_script
+from .script import block_times, num_groups, pace_of, pass_script
 from .timeline import run
 from .topology import Topology
 
@@ -117,9 +117,9 @@ class Question:
         )
         return sum(others, first)
 
-    def kernels_us(self, cut: Cut) -> float:
+    def kernels_us(self, cut: Cut, order: tuple[MeshAxis, ...] = ORDER) -> float:
         """Least time of the blocks of a rank."""
-        groups = head_groups(self.shape, cut.heads) if cut.heads > 1 else 1
+        groups = num_groups(self.shape, cut, self.topology, order)
         inner = inner_shape(self.shape, cut.heads, groups) if cut.heads > 1 else self.shape
         times = block_times(self.topology.kernels, inner)
         half = 0 if inner.causal else 1
@@ -130,13 +130,13 @@ class Question:
     def bound_us(self, cut: Cut, order: tuple[MeshAxis, ...]) -> float:
         """No list is faster."""
         links = self.links(cut, order)
-        return max(self.kernels_us(cut), links.port_us, links.card_us)
+        return max(self.kernels_us(cut, order), links.port_us, links.card_us)
 
-    def memory(self, cut: Cut) -> int:
+    def memory(self, cut: Cut, order: tuple[MeshAxis, ...] = ORDER) -> int:
         """Buffers of a rank in the pass that needs more."""
         if cut.heads == 1:
             return max(peak_memory(direction, cut.tile, self.shape) for direction in self.passes)
-        groups = head_groups(self.shape, cut.heads)
+        groups = num_groups(self.shape, cut, self.topology, order)
         inner = inner_shape(self.shape, cut.heads, groups)
         joined = (
             groups
@@ -171,9 +171,9 @@ class Question:
             order=order,
             where=self.placement(cut, order).describe(),
             links=self.links(cut, order),
-            memory=self.memory(cut),
+            memory=self.memory(cut, order),
             bound_us=self.bound_us(cut, order),
-            kernels_us=self.kernels_us(cut),
+            kernels_us=self.kernels_us(cut, order),
             total_us=total,
             compute_us=compute,
             exposed_us=exposed,
@@ -204,7 +204,7 @@ def rank_candidates(
     Equal times are in order of bytes, of those that leave nodes, then of buffers.
     """
     bounds = sorted(
-        (question.bound_us(cut, order), question.memory(cut), number)
+        (question.bound_us(cut, order), question.memory(cut, order), number)
         for number, (cut, order) in enumerate(candidates)
     )
     found: list[Prediction] = []
@@ -251,12 +251,13 @@ def _within(
             f"{question.ranks} ranks and {question.shape.heads} heads allow no such cut: the ranks of the "
             "head axis must divide both"
         )
-    fitting = [each for each in every if limit is None or question.memory(each[0]) <= limit]
+    fitting = [each for each in every if limit is None or question.memory(*each) <= limit]
     if not fitting:
-        least = min(every, key=lambda each: question.memory(each[0]))[0]
+        least, order = min(every, key=lambda each: question.memory(*each))
         raise ValueError(
             f"the memory limit is {limit} bytes, but the buffers of a rank take at least "
-            f"{question.memory(least)} bytes (heads x a x b = {least}): raise the limit or use more ranks"
+            f"{question.memory(least, order)} bytes (heads x a x b = {least}): raise the limit or use more "
+            "ranks"
         )
     return fitting
 

@@ -113,7 +113,7 @@ def pass_script(
 
     Without ``mask`` all blocks cost the same, half of a square if the shape is causal (causal striping).
     """
-    groups = head_groups(shape, cut.heads) if cut.heads > 1 else 1
+    groups = num_groups(shape, cut, topology, order)
     inner = inner_shape(shape, cut.heads, groups) if cut.heads > 1 else shape
     paths, reach = RINGS, None
     if mask is not None:
@@ -132,6 +132,16 @@ def pass_script(
         entries=entries,
         shares=pays_to_share(direction, inner, cut.tile, pace),
     )
+
+
+def num_groups(shape: CallShape, cut: Cut, topology: Topology, order: tuple[MeshAxis, ...] = ORDER) -> int:
+    """Into how many groups a mesh splits the heads of a rank: one where their exchange would take
+    multiprocessors from the kernels that are to hide it."""
+    if cut.heads == 1:
+        return 1
+    inside = "heads" in Placement(cut, order, topology.gpus_per_node).inside_axes
+    link = topology.inside if inside else topology.between
+    return 1 if link.sm_share else head_groups(shape, cut.heads)
 
 
 def pace_of(topology: Topology, cut: Cut, order: tuple[MeshAxis, ...] = ORDER) -> Pace:

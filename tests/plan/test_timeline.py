@@ -20,6 +20,7 @@ from meshattn.plan.script import (
     Script,
     Wait,
     block_times,
+    num_groups,
     pace_of,
     partial_us,
     pass_script,
@@ -227,6 +228,8 @@ def test_heads_go_in_groups_one_under_way_while_another_is_computed() -> None:
     assert groups > 1
     script = pass_script("forward", shape, Cut(4, Tile(1, 2)), cluster(4))
     assert script.num_exchanges == groups * (2 * 3 + 1)
+    taking = cluster(2, sm_share=0.1)
+    assert num_groups(shape, Cut(4, Tile(1, 2)), taking) == 1 < num_groups(shape, Cut(2, Tile(1, 2)), taking)
     names = [e.name for e in script.entries if isinstance(e, Exchange)]
     assert names.index("heads inward", 3) < names.index("kv 1"), "the next group comes in first"
     assert run(script, cluster(4)).exposed_us < run(script, cluster(4, inside=1.0)).exposed_us
