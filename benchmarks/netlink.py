@@ -135,10 +135,10 @@ class Namespace:
     def close(self) -> None:
         os.close(self.file)
 
-    def forward(self) -> None:
-        """Pass packets on from one link to another."""
-        with self.entered(), open("/proc/sys/net/ipv4/ip_forward", "w") as file:
-            file.write("1")
+    def set(self, name: str, value: str) -> None:
+        """A setting of /proc/sys/net/ipv4 of this network."""
+        with self.entered(), open(f"/proc/sys/net/ipv4/{name}", "w") as file:
+            file.write(value)
 
     def connect(self, name: str, peer: Namespace, peer_name: str) -> None:
         """A link from here to another namespace."""

@@ -7,7 +7,7 @@ r uses GPU r mod the number of GPUs. A link holds both directions to the rate of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Interface
 
@@ -16,6 +16,14 @@ from netlink import Namespace
 LINK = "eth0"  # of a node, as it sees it
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _PORT = 29400
+# BBR, which some machines prefer, takes the share that a flow has beside others for what the link can do, and
+# paces it by that when the others have ended. Reno fills a link that drops nothing. What waits for the link
+# waits in the sockets, or answers to other nodes would wait behind it.
+_TCP = {
+    "tcp_congestion_control": "reno",
+    "tcp_slow_start_after_idle": "0",
+    "tcp_limit_output_bytes": str(2**17),
+}
 
 
 @dataclass(frozen=True)
@@ -122,13 +130,16 @@ def network(cluster: Cluster) -> Iterator[Sequence[Namespace]]:
             return namespace
 
         switch = made()
-        switch.forward()
+        switch.set("ip_forward", "1")
         nodes = []
         for number in range(cluster.nodes):
             node, port = made(), f"node{number}"
             switch.connect(port, node, LINK)
             switch.configure(port, cluster.gateway(number), cluster.rate)
             node.configure(LINK, cluster.address(number), cluster.rate)
+            for name, value in _TCP.items():
+                with suppress(OSError):  # a kernel without it does what it does
+                    node.set(name, value)
             node.route_by(IPv4Address(cluster.gateway(number).ip))
             nodes.append(node)
         yield nodes
