@@ -44,6 +44,15 @@ bandwidth and latency fitted to ring, the tile 4x4 comes out 31 % (forward) and 
 than measured."""
 
 
+COMMANDS = """\
+## Commands
+
+    P="python benchmarks/virtual_cluster.py --ranks 16 --rate 1 --device cpu --"
+    $P -m meshattn calibrate --out mine.json --head-dim 64 --heads 4 --rows 32 64 128
+    $P benchmarks/distributed.py --seq-len 1024 --heads 4 --head-dim 64 --kernel reference --no-bare
+    python benchmarks/grounding.py --set ...-16-ranks-virtual.jsonl mine.json"""
+
+
 @dataclass(frozen=True)
 class Measured:
     """One pass of one tile: milliseconds."""
@@ -193,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         parts.append(f"## {where}\n\nTopology {topology.name}: {links}.\n\n{comparison.text()}")
         found += comparison.records()
-    text = "\n\n".join(["# The emulator against what was measured", INTRO, *parts]) + "\n"
+    text = "\n\n".join(["# The emulator against what was measured", INTRO, *parts, COMMANDS]) + "\n"
     print(text)
     if args.report:
         print(f"written to {write('grounding', [(Machine.here(), found)], text, REPORTS)}")
