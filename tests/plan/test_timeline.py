@@ -11,6 +11,7 @@ import pytest
 
 from meshattn.plan import Direction, Tile, payload_bytes
 from meshattn.plan.heads import head_groups
+from meshattn.plan.kernel_times import KernelTimes
 from meshattn.plan.links import link_use
 from meshattn.plan.placement import Cut, MeshAxis, Placement
 from meshattn.plan.script import (
@@ -28,7 +29,7 @@ from meshattn.plan.script import (
 from meshattn.plan.timeline import Fabric, Timeline, run
 from meshattn.plan.topology import Topology
 from meshattn.plan.trace import trace_events, write_trace
-from plan.topology_cases import call, cluster
+from plan.topology_cases import FLAT, call, cluster
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 CUTS = [Cut(1, Tile(1, 8)), Cut(1, Tile(8, 1)), Cut(1, Tile(2, 6)), Cut(1, Tile(6, 4)), Cut(2, Tile(3, 4)),
@@ -185,6 +186,22 @@ def test_events_tell_what_happened(tmp_path: Path) -> None:
     assert max(e["ts"] + e["dur"] for e in spans) <= sum(t.total_us for t in timelines) + 1e-6
     named = {(e["pid"], e["name"]) for e in trace_events(timelines) if e["ph"] == "M"}
     assert {pid for pid, _ in named} == {e["pid"] for e in spans}
+
+
+def test_the_first_block_of_a_line_is_cheaper_than_one_that_adds() -> None:
+    blocks = tuple(replace(b, merging=3 * b.forward, adding=5 * b.backward) for b in FLAT.blocks)
+    topology = replace(cluster(), kernels=KernelTimes("uneven", blocks))
+    times = block_times(topology.kernels, call(300))
+    new, more = times["forward"][1], times["merging"][1]
+
+    def kernels(direction: Direction, tile: Tile) -> float:
+        script = pass_script(direction, call(300), Cut(1, tile), topology)
+        return sum(float(str(e.us)) for e in script.entries if isinstance(e, Kernel) and not e.steady)
+
+    assert kernels("forward", Tile(2, 3)) == pytest.approx(2 * new + 4 * more)
+    new, more = times["backward"][1], times["adding"][1]
+    for tile in (Tile(1, 6), Tile(6, 1)):
+        assert kernels("backward", tile) == pytest.approx(new + 5 * more)
 
 
 def played(gpus_per_node: int, tile: Tile, *entries: Kernel | Exchange | Wait) -> list[float]:
