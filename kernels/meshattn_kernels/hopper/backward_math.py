@@ -65,8 +65,7 @@ def step_whole(
     INDEX: gl.constexpr, memory, stage, parity, dk, dv, first_row, first_key, rows, common_first, common_end,
     exp2_scale, MASK: gl.constexpr,
 ):  # fmt: skip
-    """One step with the query tile in one piece. Returns this half of dq (fp32 [64, 64]), dv and the
-    pending dk."""
+    """One step with the query tile in one piece. Returns this half of dq (fp32 [64, 64]), dv and dk."""
     Q_TILE: gl.constexpr = memory.q.shape[1]
     D_TILE: gl.constexpr = memory.q.shape[2]
     DV_TILE: gl.constexpr = memory.do.shape[2]
@@ -166,8 +165,9 @@ def step_halves(
 
 @gluon.jit
 def last_products(INDEX: gl.constexpr, memory, stage, parity, dk, dv, ds_operand, q):
-    """dS^T K for half of the query rows, or half of the columns where there are 64 rows only, when the other
-    partition's dS is there; then dk += dS q, which is still pending: dq is stored meanwhile."""
+    """dk += dS q, and dS^T K for half of the query rows, or half of the columns where there are 64 rows only,
+    when the other partition's dS is there. With 64 rows dk is the last and still pending: dq is stored
+    meanwhile. With 128 that would spill."""
     Q_TILE: gl.constexpr = memory.q.shape[1]
     ds = memory.ds.index(stage)
     k = memory.k
@@ -176,10 +176,16 @@ def last_products(INDEX: gl.constexpr, memory, stage, parity, dk, dv, ds_operand
     else:
         ds = ds.slice(INDEX * 64, 64, 1)
     dq = gl.zeros((64, 64), gl.float32, accumulator_layout(64))
-    mbarrier.wait(memory.ds_full.index(stage), parity)
-    dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
-    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
-    dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+    if Q_TILE == 64:
+        mbarrier.wait(memory.ds_full.index(stage), parity)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+    else:
+        dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        mbarrier.wait(memory.ds_full.index(stage), parity)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
+        dq, dv, dk = warpgroup_mma_wait(0, deps=[dq, dv, dk])
     return dq, dv, dk
 
 
@@ -301,12 +307,15 @@ def math_partition(
                     INDEX, memory, stage, parity, dk, dv, first_row, first_key, rows, common_first,
                     common_end, exp2_scale, MASK,
                 )  # fmt: skip
+            if Q_TILE != 64:
+                mbarrier.arrive(memory.q_empty.index(stage), count=1)
             mbarrier.wait(memory.dq_empty, (step & 1) ^ 1)
             reinterpret(memory.dq.index(INDEX), [64, 64], DQ_SHARED).store(dq)
             fence_async_shared()
             mbarrier.arrive(memory.dq_full, count=1)
-            dk = warpgroup_mma_wait(0, deps=[dk])
-            mbarrier.arrive(memory.q_empty.index(stage), count=1)
+            if Q_TILE == 64:
+                dk = warpgroup_mma_wait(0, deps=[dk])
+                mbarrier.arrive(memory.q_empty.index(stage), count=1)
             step += 1
         if not GROUPED or gl.load(tasks + task * 8 + 5) & STORE:
             mbarrier.arrive(memory.kv_empty, count=1)
