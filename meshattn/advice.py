@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import get_args
 
 from meshattn.layouts import Layout, LayoutKind, Piece
@@ -19,6 +19,7 @@ from meshattn.plan.assignment import Assignment, Tile
 from meshattn.plan.cost import FLOPS_PER_BYTE, CallShape, choose_tile, flops_per_pair, reached_bytes
 from meshattn.plan.hops import Reach, Visibility
 from meshattn.plan.schedule import Direction
+from meshattn.plan.script import Mask
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 ROWS, KEYS = 64, 128
@@ -91,6 +92,17 @@ def compare_layouts(
         return not near, sum(figures.sent_bytes.values()) if near else figures.time
 
     return tuple(sorted(every, key=price))
+
+
+def mask_of(cut: Layout, left: int | None, right: int | None) -> Mask:
+    """How full every block is under a window, for the emulator (`meshattn.plan.timeline`)."""
+    pieces = [_real_pieces(cut, chunk) for chunk in range(cut.chunks)]
+
+    @cache
+    def part(p: int, q: int) -> float:
+        return _count(pieces[p], pieces[q], left, right)[0] / cut.rows**2
+
+    return Mask(cut.chunks, part)
 
 
 def _real_pieces(cut: Layout, chunk: int) -> tuple[Piece, ...]:

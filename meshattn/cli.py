@@ -19,7 +19,7 @@ from meshattn.plan.report import DIRECTIONS, RATIOS, Row, describe_step, rows_at
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 WIDEST_PICTURE = 48
 HEAD_DIM_STEP = 8  # as attention takes it
-MOST_BLOCKS = 2**16  # of all lists of `meshattn schedule`, some ten seconds
+MOST_BLOCKS = 2**15  # of all lists of `meshattn schedule`, some ten seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:

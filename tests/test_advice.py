@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from meshattn import advice
-from meshattn.advice import compare_layouts, layout_figures
+from meshattn.advice import compare_layouts, layout_figures, mask_of
 from meshattn.layouts import Layout, LayoutKind
 from meshattn.masks import MaskRule, visible_blocks
-from meshattn.plan import Assignment, CallShape, Reach, choose_tile
+from meshattn.plan import Assignment, CallShape, Reach, Tile, choose_tile
 from meshattn.plan.cost import reached_bytes
+from meshattn.plan.placement import Cut
+from meshattn.plan.script import pass_script
+from meshattn.plan.timeline import run
 from meshattn.reference import visible_pairs
+from plan.topology_cases import cluster
 
 KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 WINDOWS = [(None, None), (None, 0), (5, 0), (3, 4), (0, 0), (40, 0)]
@@ -75,3 +79,26 @@ def test_causal_wants_even_ranks() -> None:
     first, *others = compare_layouts(65536, 8, shape_of(65536, 8), None, 0)
     contiguous = next(each for each in others if each.layout == "contiguous")
     assert first.layout == "striped" and first.imbalance < 1.02 < 1.5 < contiguous.imbalance
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_for_the_emulator_count_what_is_visible(kind: LayoutKind) -> None:
+    """And a window is emulated faster in chunks that lie together."""
+    cut = Layout(kind, 53, 4, 14)
+    for left, right in WINDOWS:
+        mask = mask_of(cut, left, right)
+        visible = visible_pairs(53, 53, window_size=tuple(-1 if n is None else n for n in (left, right)))
+        total = sum(mask.part(p, q) for p in range(4) for q in range(4)) * 14**2
+        assert round(total) == int(visible.sum())
+        assert mask.visibility() == visible_blocks(MaskRule(left, right), cut, cut)
+
+
+def test_a_window_is_emulated_faster_where_its_hops_are_left_out() -> None:
+    seq_len, ranks = 2048 * 8, 8
+    topology, tile = cluster(4, between=1.0), Cut(1, Tile(1, ranks))
+    times = {}
+    for kind in KINDS:
+        mask = mask_of(Layout(kind, seq_len, ranks, 2048), 1024, 0)
+        script = pass_script("forward", shape_of(seq_len, ranks), tile, topology, mask=mask)
+        times[kind] = run(script, topology).total_us
+    assert times["contiguous"] < times["zigzag"] < times["striped"]
