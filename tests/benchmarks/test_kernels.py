@@ -164,11 +164,11 @@ class Slow:
     def once(self, run: timing.Run) -> tuple[float, float]:
         spent = run()
         assert isinstance(spent, float)
-        return spent, 0.1
+        return spent, 0.5
 
     def burst(self, run: timing.Run, settle: int, repeats: int, lead_ms: float) -> list[float]:
         self.bursts.append((run, repeats))
-        assert settle <= repeats and (lead_ms > 0) == (run() < 0.15)  # type: ignore[operator]
+        assert settle <= repeats and (lead_ms > timing.LEAD_MS) == (run() < 0.15)  # type: ignore[operator]
         spent = run()
         assert isinstance(spent, float)
         return [spent] * repeats
