@@ -68,12 +68,12 @@ def dense(
 
 
 CHANGES = [(2.0, None), (0.0, DROPOUT), (20.0, DROPOUT)]
-# The interpreter takes seconds for each.
+# The interpreter takes seconds for each: softcap alone, and with dropout.
 CASES = [
     (*case, *changes)
     for n, case in enumerate(SMALL if INTERPRETED else SMALL + LARGE[::4])
     for m, changes in enumerate(CHANGES)
-    if n == m or not INTERPRETED
+    if (n, m) in ((1, 0), (0, 2)) or not INTERPRETED
 ]
 
 
@@ -149,8 +149,7 @@ def in_blocks(
     return Results(out, acc["lse"], dq_out, *(torch.cat(parts, 1) for parts in zip(*grads, strict=True)))
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-def test_the_mask_read_from_the_kernels_is_that_of_the_reference(kernel: Kernel) -> None:
+def test_the_mask_read_from_the_kernels_is_that_of_the_reference() -> None:
     """With q = 0 all probabilities are equal, and with v the identity out shows which are kept."""
     rows, keys = (33, 40) if INTERPRETED else (501, 250)
     inputs = make_inputs(Shape(B=2, S=rows, H=2, H_kv=1, D=16, D_v=keys, S_k=keys), torch.float32)
@@ -160,7 +159,7 @@ def test_the_mask_read_from_the_kernels_is_that_of_the_reference(kernel: Kernel)
     blocks: list[Block] = [(slice(None), intervals)]
     masks = [
         Run(replace(one, dropout=DROPOUT), 0.3).forward(inputs, blocks)["out"] > 0  # type: ignore[type-var]
-        for one in (kernel, ReferenceKernel())
+        for one in (TritonKernel(), ReferenceKernel())
     ]
     expected = DROPOUT.kept(2, 2, (0, rows), (0, keys), DEVICE).transpose(1, 2)
     assert torch.equal(masks[0], expected) and torch.equal(masks[1].view_as(expected), expected)
