@@ -35,6 +35,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--transport", nargs="+", default=["p2p"], choices=("auto", "symmetric", "p2p"))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--kernel", help="local kernel by name (default: what the library chooses)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds a rank waits for another")
     parser.add_argument("--out", default=str(REPORTS), help="folder of the report")
     parser.add_argument("--commit", help="name of the code, where it is no git checkout")
@@ -59,7 +60,17 @@ Row = tuple[
 
 def _of_heads(name: str, options: argparse.Namespace, device: torch.device) -> list[Row]:
     heads, kv_heads = HEADS[name]
-    case = Case(0, 2, heads, kv_heads, options.head_dim, getattr(torch, options.dtype), True, "striped")
+    case = Case(
+        0,
+        2,
+        heads,
+        kv_heads,
+        options.head_dim,
+        getattr(torch, options.dtype),
+        True,
+        "striped",
+        options.kernel,
+    )
     exact = oracle(case, device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = [list(range(ranks))]

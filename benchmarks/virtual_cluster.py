@@ -2,7 +2,7 @@
 
     python benchmarks/virtual_cluster.py --ranks 4 --rate 5       benchmarks/distributed.py on four nodes
     python benchmarks/virtual_cluster.py --ranks 16 --rate 250 -- benchmarks/distributed.py --seq-len 8192 \\
-        --heads 16 --dtype bfloat16 --no-bare
+        --heads 16 --dtype bfloat16 --no-bare --kernel triton
     python benchmarks/virtual_cluster.py --ranks 8 --nodes 4 -- launch/train.py --tile 2x4
 
 What stands behind `--` runs on every rank, as under torchrun. Every node has a network and a host name of
@@ -37,6 +37,7 @@ from netlink import CLONE_NEWUTS, Namespace, call
 from virtual_nodes import Cluster, network
 
 HERE = Path(__file__).resolve().parent
+KERNEL_OF_SHARED_GPUS = "triton"
 _SET_DEATH_SIGNAL = 1
 _SHOWN = 2  # ranks whose last words are shown when all are past their time
 _LINES = 30
@@ -78,7 +79,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which all is ended")
     parser.add_argument("program", nargs="*", help="and its options, behind --")
     options = parser.parse_args(arguments)
-    options.program = options.program or [str(HERE / "distributed.py")]
+    options.program = options.program or [str(HERE / "distributed.py"), "--no-bare"]
     if options.no_network and (options.rate is not None or options.nodes not in (None, 1)):
         parser.error("--no-network has one node and no --rate")
     if options.no_network:
