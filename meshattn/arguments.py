@@ -83,6 +83,9 @@ _INSTEAD = {
     "is_causal": "the name is causal",
     "scale": "the name is softmax_scale",
     "cu_seqlens": "give it to mesh.sequence(seq_len, cu_seqlens=...)",
+    **dict.fromkeys(
+        ("tile", "heads", "head_groups", "transport", "timeout"), "give it to init_attention_mesh"
+    ),
 }
 """Options of other attention calls, and what there is in their place."""
 

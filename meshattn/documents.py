@@ -151,7 +151,8 @@ def checked_cu_seqlens(
     bounds = checked_integers(cu_seqlens, name)
     if len(bounds) < 2 or bounds[0] != 0:
         raise ValueError(
-            f"{name} is {_shortened(bounds)}; it must start with 0 and have one more entry than documents"
+            f"{name} is {_shortened(bounds)}; it must hold the bounds of documents: cumulated lengths behind "
+            "a 0, one entry more than documents"
         )
     for d in range(len(bounds) - 1):
         if bounds[d] > bounds[d + 1]:
