@@ -198,8 +198,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         inside, between = topology.inside, topology.between
         links = (
             f"{topology.gpus_per_node} ranks a node; inside {inside.gb_per_s:.4g} GB/s and "
-            f"{inside.latency_us:.0f} us, between {between.gb_per_s:.4g} GB/s and {between.latency_us:.0f} us"
+            f"{inside.latency_us:.0f} us"
         )
+        if between is not None:
+            links += f", between {between.gb_per_s:.4g} GB/s and {between.latency_us:.0f} us"
         parts.append(f"## {where}\n\nTopology {topology.name}: {links}.\n\n{comparison.text()}")
         found += comparison.records()
     text = "\n\n".join(["# The emulator against what was measured", INTRO, *parts, COMMANDS]) + "\n"

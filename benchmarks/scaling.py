@@ -71,7 +71,7 @@ class Case:
 @lru_cache
 def _topology(cluster: str, sm_share: float) -> Topology:
     topology = load_topology(cluster)
-    return replace(topology, between=replace(topology.between, sm_share=sm_share))
+    return replace(topology, between=replace(topology.across, sm_share=sm_share))
 
 
 @dataclass(frozen=True)

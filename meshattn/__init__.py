@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from meshattn.attention import kernel_for, mesh_attention, ring_attention
     from meshattn.documents import cu_seqlens_from_end_tokens, cu_seqlens_from_position_ids
     from meshattn.mesh import AttentionMesh, init_attention_mesh
+    from meshattn.plan.placement import rank_order
     from meshattn.replicated import replicated
     from meshattn.sequence import ShardedSequence
     from meshattn.transport.base import TransportError
@@ -29,6 +30,7 @@ __all__ = [
     "init_attention_mesh",
     "kernel_for",
     "mesh_attention",
+    "rank_order",
     "replicated",
     "ring_attention",
 ]
@@ -43,6 +45,7 @@ _HOME = {
     "init_attention_mesh": "meshattn.mesh",
     "kernel_for": "meshattn.attention",
     "mesh_attention": "meshattn.attention",
+    "rank_order": "meshattn.plan.placement",
     "replicated": "meshattn.replicated",
     "ring_attention": "meshattn.attention",
 }

@@ -42,7 +42,8 @@ class LayoutFigures:
     def __str__(self) -> str:
         sent = sum(self.sent_bytes.values()) / 2**20
         return (
-            f"{self.layout} (tile {self.tile}: {sent:.1f} MiB sent, tiles {100 * self.fill:.0f} % full, "
+            f"{self.layout} (tile {self.tile}: {sent:.1f} MiB sent by a rank on average, "
+            f"tiles {100 * self.fill:.0f} % full, "
             f"busiest rank {self.imbalance:.2f} times the average)"
         )
 

@@ -95,16 +95,15 @@ def _measure(mesh: AttentionMesh, sizes: Sizes, device: torch.device, name: str,
         _link(mesh, ring, sizes.messages, device) if any(peer != r for r, peer in enumerate(ring)) else None
         for ring in (near, far)
     ]
-    inside, between = links[0] or links[1], links[1] or links[0]
-    unused = Link(gb_per_s=1e6)  # a single rank has no link
+    unused = Link(gb_per_s=1e6)  # a node of one rank has no link inside
     kernel = choose_kernel(None, device, _dtype(device), sizes.head_dim, sizes.head_dim)
     blocks = [_block(mesh, kernel, rows, heads, causal, sizes, device)
               for rows in sizes.rows for heads in sizes.heads for causal in (True, False)]  # fmt: skip
     return Topology(
         name=name,
         gpus_per_node=per_node,
-        inside=inside or unused,
-        between=between or unused,
+        inside=links[0] or unused,
+        between=links[1],
         kernels=KernelTimes(kernel, tuple(blocks)),
         memory_gb_per_s=_memory(mesh, device),
         start_us=_start(device),

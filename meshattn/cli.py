@@ -19,6 +19,7 @@ from meshattn.plan.report import DIRECTIONS, RATIOS, Row, describe_step, rows_at
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 WIDEST_PICTURE = 48
 HEAD_DIM_STEP = 8  # as attention takes it
+MANY_BLOCKS = 2**13
 MOST_BLOCKS = 2**15  # of all lists of `meshattn schedule`, some ten seconds
 
 
@@ -185,6 +186,8 @@ def _schedule(args: argparse.Namespace) -> str:
             f"--ranks {args.ranks}: {num_lists} pairs of a tile and a ratio would take minutes; give --tile, "
             "and one --ratio for what is still too large, or see meshattn plan"
         )
+    if args.ranks * num_lists > MANY_BLOCKS:
+        print(f"making {4 * num_lists} lists of {args.ranks} blocks", file=sys.stderr, flush=True)
     if args.ratio is None:
         rows = [worst_row(tile, shape) for tile in wanted]
     else:
@@ -196,8 +199,8 @@ def _schedule(args: argparse.Namespace) -> str:
         return json.dumps([row.as_json() | {"chosen": row.tile == chosen} for row in rows], indent=2)
     what = "worst over the ratios" if args.ratio is None else "at each ratio"
     note = (
-        f"time / bound ({what}); in brackets / a tighter bound, also out of reach. "
-        "shared: one channel a rank; axes: one per axis.\n"
+        f"fwd, bwd: time of the list over a bound that no list can beat ({what}), and in brackets over a "
+        "closer one.\nshared: both axes of a rank share one link; axes: each has its own.\n"
         "ratio: block time / query chunk time. steps and MiB: forward, backward. "
         "* is the tile that auto takes."
     )

@@ -73,7 +73,30 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
     shown = [each for n, each in enumerate(found) if n < args.show or each.is_ring or each.is_ulysses]
     if args.json:
         return json.dumps({"why": why(found), "candidates": [each.as_json() for each in shown]}, indent=2)
-    return f"{_table(shown)}\n\n{why(found)}.\n{NOTE}"
+    reason = f"{why(found)}.{_absent(question, found)}"
+    return "\n\n".join([_table(shown), reason, _code(best, args.topology), NOTE])
+
+
+def _absent(question: Question, found: Sequence[Prediction]) -> str:
+    """Why a known method is not in the table."""
+    ranks, heads = question.ranks, question.shape.heads
+    if ranks == 1 or any(each.is_ulysses for each in found):
+        return ""
+    if heads % ranks:
+        return f" Ulysses alone cannot be: {ranks} ranks cannot share {heads} heads."
+    return " Ulysses alone is left out by the limits given."
+
+
+def _code(best: Prediction, topology: str) -> str:
+    """How to build the first line."""
+    sizes = f'heads={best.cut.heads}, tile="{best.cut.tile}"'
+    if best.group == tuple(range(best.cut.ranks)):
+        return f'mesh = ma.init_attention_mesh({sizes}, topology="{topology}")'
+    order = ", ".join(f'"{axis}"' for axis in best.order if best.cut.size(axis) > 1)
+    return (
+        f"group = ma.rank_order({sizes}, order=({order}))  # ranks numbered node by node\n"
+        f'mesh = ma.init_attention_mesh(group, {sizes}, topology="{topology}")'
+    )
 
 
 NOTE = (
@@ -134,8 +157,20 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command that measures a topology."""
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the topology goes")
     parser.add_argument("--name", default="measured", help="what it is called")
-    parser.add_argument("--rows", type=size, nargs="+", default=[], help="of the blocks that are timed")
-    parser.add_argument("--heads", type=int, nargs="+", default=[8, 2], help="of the blocks (default 8 2)")
+    parser.add_argument(
+        "--rows",
+        type=size,
+        nargs="+",
+        default=[],
+        help="of the blocks that are timed: tokens a rank of your runs, and a few times as many",
+    )
+    parser.add_argument(
+        "--heads",
+        type=int,
+        nargs="+",
+        default=[8, 2],
+        help="of the blocks: all that a model has, and what a head axis leaves of them (default 8 2)",
+    )
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--group", type=int, default=1, help="query heads of a key/value head (default 1)")
     parser.add_argument(
@@ -161,9 +196,11 @@ def calibrate_command(args: argparse.Namespace) -> str:
     if not first:
         return ""
     inside, between = topology.inside, topology.between
+    across = "none between nodes, as there is one: plan no more ranks than it has"
+    if between is not None:
+        across = f"between nodes {between.gb_per_s:.3g} GB/s and {between.latency_us:.0f} us"
     return (
-        f"written to {args.out}: {topology.gpus_per_node} ranks a node; inside {inside.gb_per_s:.3g} GB/s "
-        f"and {inside.latency_us:.0f} us, "
-        f"between {between.gb_per_s:.3g} GB/s and {between.latency_us:.0f} us; "
+        f"written to {args.out}: {topology.gpus_per_node} ranks a node; links inside a node "
+        f"{inside.gb_per_s:.3g} GB/s and {inside.latency_us:.0f} us, {across}; "
         f"{len(topology.kernels.blocks)} blocks of kernel {topology.kernels.kernel}"
     )

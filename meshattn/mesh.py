@@ -23,7 +23,7 @@ from meshattn.plan.assignment import Assignment, Axis, Tile
 from meshattn.plan.cost import NOMINAL, CallShape, Pace
 from meshattn.plan.heads import HeadSplit, head_groups
 from meshattn.plan.hops import RINGS, Paths, Visibility
-from meshattn.plan.placement import Cut
+from meshattn.plan.placement import Cut, order_of
 from meshattn.plan.planner import choose as choose_cut
 from meshattn.plan.script import pace_of
 from meshattn.plan.topology import Topology
@@ -72,8 +72,8 @@ def init_attention_mesh(
         seq_len: their global length, for heads="auto" with a topology alone.
         topology: the cluster, for "auto" and for the order of blocks and transfers, which otherwise is made
             for links of a nominal speed: a `meshattn.plan.topology.Topology`, its file, or the name of a
-            preset (see docs/planning.md). Ranks are taken to be numbered node by node. It must be the same
-            on every rank: results have the same bits for the same topology.
+            preset (see docs/planning.md). Global ranks are taken to be numbered node by node. It must be the
+            same on every rank: results have the same bits for the same topology.
         transport: "auto" takes the copy engines on the axes whose neighbours share a host and "p2p" on the
             others, found out by all ranks together; call torch.cuda.set_device before. "symmetric" insists on
             copy engines, "p2p" on torch.distributed send and receive (gloo, NCCL); a simulated group has
@@ -180,7 +180,10 @@ class AttentionMesh:
 
     def pace(self, tile: Tile) -> Pace:
         """What the lists of a tile take links and kernels for."""
-        return NOMINAL if self.topology is None else pace_of(self.topology, Cut(self.heads, tile))
+        if self.topology is None:
+            return NOMINAL
+        cut = Cut(self.heads, tile)
+        return pace_of(self.topology, cut, order_of(cut, self.connection.names))
 
     def split_heads(self, shape: CallShape, device: torch.device) -> tuple[HeadSplit, int]:
         """How the heads of a call are shared out on the head axis, and into how many groups each rank splits
@@ -268,7 +271,8 @@ class AttentionMesh:
     def describe(self) -> str:
         """Ranks, tile and transport in words."""
         if self.tile is None:
-            tile = "tile auto: the fewest bytes for each shape"
+            what = "the fewest bytes" if self.topology is None else "the least predicted time"
+            tile = f"tile auto: {what} for each shape"
         else:
             tile = f"tile {self.tile}, query by key/value chunks of each rank"
         heads = ""
@@ -278,7 +282,8 @@ class AttentionMesh:
         return (
             f"AttentionMesh of {_counted(self.size, 'rank')} {list(self.connection.names)}, "
             f"this is rank {self.rank}; {heads}"
-            f"{tile}; {self._describe_transport()}"
+            f"{tile}; {'' if self.topology is None else f'topology {self.topology.name}; '}"
+            f"{self._describe_transport()}"
         )
 
     def __repr__(self) -> str:

@@ -161,7 +161,15 @@ def test_plan_says_what_is_best_and_why(capsys: pytest.CaptureFixture[str], tmp_
     names = [each["name"] for each in found["candidates"]]
     assert [line.split("  ")[0] for line in table[1 : 1 + len(names)]] == names
     times = [each["total_us"] for each in found["candidates"]]
-    assert times == sorted(times) and "1x1x6 (ring)" in names and found["why"] + "." in table
+    assert (
+        times == sorted(times)
+        and "1x1x6 (ring)" in names
+        and any(line.startswith(found["why"]) for line in table)
+    )
+    assert any("ma.init_attention_mesh(" in line for line in table)
+    assert sorted(found["candidates"][0]["group"]) == list(range(6))
+    absent = out(capsys, "plan --ranks 6 --heads 4 --topology dgx-h200")
+    assert "Ulysses alone cannot be: 6 ranks cannot share 4 heads" in absent
     assert json.loads(trace.read_text())["traceEvents"]
     forward = json.loads(out(capsys, f"{PLAN} --forward --json"))["candidates"][0]
     assert forward["total_us"] < times[0] / 2

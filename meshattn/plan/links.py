@@ -96,5 +96,5 @@ def link_use(direction: Direction, shape: CallShape, placement: Placement, topol
         node=max(map(num_bytes, nodes), default=0),
         leaving=num_bytes(everything),
         port_us=port / (1e3 * topology.inside.gb_per_s),
-        card_us=card / (1e3 * topology.between.gb_per_s),
+        card_us=card / (1e3 * topology.across.gb_per_s) if card else 0.0,
     )

@@ -79,6 +79,14 @@ class Placement:
     def coordinate(self, rank: int, axis: MeshAxis) -> int:
         return rank // self._strides[axis] % self.cut.size(axis)
 
+    @cached_property
+    def group(self) -> tuple[int, ...]:
+        """The ranks, numbered node by node, in the order of the mesh: what to build it on."""
+        heads = self.cut.heads
+        return tuple(
+            sorted(range(self.ranks), key=lambda r: self.chunk(r) * heads + self.coordinate(r, "heads"))
+        )
+
     def chunk(self, rank: int) -> int:
         """The chunk that a rank owns, as the tile counts."""
         return self.coordinate(rank, "col") * self.cut.tile.a + self.coordinate(rank, "row")
@@ -127,3 +135,31 @@ class Placement:
         parts = [f"{' and '.join(inside)} inside a node"] if inside else []
         parts += [f"{' and '.join(across)} across nodes"] if across else []
         return ", ".join(parts) or "one rank"
+
+
+def order_of(cut: Cut, group: Sequence[int]) -> tuple[MeshAxis, ...]:
+    """The order of axes that a mesh has which is built on these ranks; the library's own if it is none."""
+    first = min(group)
+    found = [rank - first for rank in group]
+    for order in cut.orders(1):
+        if found == list(Placement(cut, order, 1).group):
+            return order
+    return ORDER
+
+
+def rank_order(heads: int, tile: str | tuple[int, int] | Tile, order: Sequence[str]) -> list[int]:
+    """The ranks 0 .. P - 1, numbered node by node, as a mesh takes them to have its axes in ``order``.
+
+    Args:
+        heads, tile: as of the mesh.
+        order: "heads", "row" and "col", those of neighbours first, as `meshattn plan` prints it.
+
+    Returns:
+        what to give `init_attention_mesh` as ``group``. ValueError for an order that is none.
+    """
+    tile = Tile.parse(tile) if isinstance(tile, str) else tile if isinstance(tile, Tile) else Tile(*tile)
+    axes = tuple(axis for name in order for axis in ORDER if axis == name)
+    missing = tuple(axis for axis in ORDER if axis not in order)
+    if len(axes) != len(order) or len(set(axes)) != len(axes):
+        raise ValueError(f"order is {tuple(order)}, but names heads, row and col, each once at most")
+    return list(Placement(Cut(heads, tile), (*axes, *missing), 1).group)

@@ -67,6 +67,11 @@ class Prediction:
         return f"{self.cut}{known}"
 
     @property
+    def group(self) -> tuple[int, ...]:
+        """The ranks, numbered node by node, in the order that a mesh must be given."""
+        return Placement(self.cut, self.order, 1).group
+
+    @property
     def limit(self) -> str:
         """What the bound comes from, or that the time is far from all of them."""
         uses = {
@@ -94,6 +99,7 @@ class Prediction:
             "exposed_us": self.exposed_us,
             "total_us": self.total_us,
             "limit": self.limit,
+            "group": list(self.group),
         }
 
 
@@ -198,7 +204,8 @@ def rank_candidates(
     at_least: int = 1,
     at_most: int | None = None,
 ) -> list[Prediction]:
-    """The best first; all that may be among the first ``at_least``, and those that were emulated on the way.
+    """The best first: the ``at_least`` best cuts, each once, where it is best placed, and those that were
+    emulated on the way.
     ``at_most`` so many are emulated, those with the least bounds.
 
     Equal times are in order of bytes, of those that leave nodes, then of buffers.
@@ -207,13 +214,15 @@ def rank_candidates(
         (question.bound_us(cut, order), question.memory(cut, order), number)
         for number, (cut, order) in enumerate(candidates)
     )
-    found: list[Prediction] = []
+    best: dict[Cut, Prediction] = {}
     for bound, _, number in bounds[:at_most]:
+        found = sorted(best.values(), key=_preference)
         if len(found) >= at_least and bound > found[at_least - 1].total_us:
             break
-        found.append(question.predict(*candidates[number]))
-        found.sort(key=_preference)
-    return found
+        each = question.predict(*candidates[number])
+        if each.cut not in best or _preference(each) < _preference(best[each.cut]):
+            best[each.cut] = each
+    return sorted(best.values(), key=_preference)
 
 
 def _preference(each: Prediction) -> tuple[object, ...]:
@@ -224,8 +233,8 @@ def _preference(each: Prediction) -> tuple[object, ...]:
 def plan(
     question: Question, *, heads: int | None = None, memory_limit: int | None = None, at_least: int = 10
 ) -> list[Prediction]:
-    """The candidates of any placement, best first; plain ring and Ulysses, where they can be, always among
-    them.
+    """The cuts, best first, each where it is best placed; plain ring and Ulysses, where they can be, always
+    among them.
 
     Raises ValueError if no cut keeps within ``memory_limit`` bytes of buffers.
     """

@@ -140,7 +140,7 @@ def num_groups(shape: CallShape, cut: Cut, topology: Topology, order: tuple[Mesh
     if cut.heads == 1:
         return 1
     inside = "heads" in Placement(cut, order, topology.gpus_per_node).inside_axes
-    link = topology.inside if inside else topology.between
+    link = topology.inside if inside else topology.across
     return 1 if link.sm_share else head_groups(shape, cut.heads)
 
 
@@ -150,12 +150,12 @@ def pace_of(topology: Topology, cut: Cut, order: tuple[MeshAxis, ...] = ORDER) -
     Divisions and rounding alone, so that all ranks come to the same integers.
     """
     placement = Placement(cut, order, topology.gpus_per_node, topology.gpus_per_nic)
-    across = topology.inside.gb_per_s / topology.between.gb_per_s
 
     def times(axis: MeshAxis) -> int:
         if axis in placement.inside_axes:
             return 1
         sharers = placement.sharers([(axis, -1)])
+        across = topology.inside.gb_per_s / topology.across.gb_per_s
         return max(1, round(across * max(map(max, sharers))))
 
     inside = {axis in placement.inside_axes for axis in ("row", "col") if cut.size(axis) > 1}

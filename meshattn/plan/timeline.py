@@ -88,7 +88,7 @@ class Fabric:
         if self.placement.node(rank) == self.placement.node(peer):
             link, shared = self.topology.inside, 1
         else:
-            link, shared = self.topology.between, max(self.sharers[0][rank], self.sharers[1][peer])
+            link, shared = self.topology.across, max(self.sharers[0][rank], self.sharers[1][peer])
         return shared / (1e3 * link.gb_per_s), link.latency_us
 
     def _alike(self) -> tuple[int, ...]:
@@ -149,7 +149,9 @@ class _Run:
         self.port_out = [0.0] * self.size
         self.port_in = [0.0] * self.size
         node = _Stream("node", self.size, paired=False, sm_share=topology.inside.sm_share)
-        net = _Stream("net", self.size, paired=True, sm_share=topology.between.sm_share)
+        between = topology.between
+        share = between.sm_share if between is not None else 0.0
+        net = _Stream("net", self.size, paired=True, sm_share=share)
         inside = fabric.placement.inside_axes
         self.stream = {key: node if key[0] in inside else net for key in fabric.keys}
         self.to = {key: [kind[fabric.to[key][rank]] for rank in fabric.ranks] for key in fabric.keys}

@@ -58,8 +58,9 @@ class Topology:
     name: str
     gpus_per_node: int
     inside: Link
-    between: Link
     kernels: KernelTimes
+    between: Link | None = None
+    """None where nobody knows it: then only meshes inside a node can be planned."""
     gpus_per_nic: int = 1
     memory_gb_per_s: float = 4000.0
     """What merges and casts read and write."""
@@ -76,11 +77,21 @@ class Topology:
         if not self.start_us >= 0:
             raise ValueError(f"start_us of a topology is {self.start_us}, but cannot be negative")
 
+    @property
+    def across(self) -> Link:
+        """``between``; ValueError without one."""
+        if self.between is None:
+            raise ValueError(
+                f"topology {self.name} has no link between nodes: plan at most the {self.gpus_per_node} "
+                "ranks of one, add 'between' to its file, or calibrate on several nodes"
+            )
+        return self.between
+
     @classmethod
     def read(cls, data: Mapping[str, Any], where: str = "topology") -> Topology:
         """From the contents of a file; ValueError names what is missing, unknown or wrong."""
         known = {part.name for part in fields(cls)}
-        needed = known - {"gpus_per_nic", "memory_gb_per_s", "start_us"}
+        needed = known - {"between", "gpus_per_nic", "memory_gb_per_s", "start_us"}
         if not isinstance(data, Mapping):
             raise ValueError(f"{where}: this is not a topology, which has {', '.join(sorted(needed))}")
         for wrong, what in (
@@ -92,7 +103,8 @@ class Topology:
         values = {name: data[name] for name in known & set(data)}
         try:
             for name in ("inside", "between"):
-                values[name] = Link(**values[name])
+                if values.get(name) is not None:
+                    values[name] = Link(**values[name])
             kernels = values["kernels"]
             values["kernels"] = (
                 kernel_times(kernels) if isinstance(kernels, str) else KernelTimes.read(kernels)

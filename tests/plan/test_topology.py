@@ -20,7 +20,7 @@ from plan.topology_cases import FLAT, RATE, cluster
 @pytest.mark.parametrize("name", presets())
 def test_presets_load_and_survive_a_file(name: str, tmp_path: Path) -> None:
     topology = load_topology(name)
-    assert topology.name == name and topology.between.gb_per_s < topology.inside.gb_per_s
+    assert topology.name == name and topology.across.gb_per_s < topology.inside.gb_per_s
     path = tmp_path / "cluster.json"
     path.write_text(topology.text())
     assert load_topology(path) == topology
@@ -60,7 +60,7 @@ def test_refuses_with_the_name_of_what_is_wrong(changed: dict[str, Any], says: s
     assert "some.yaml" in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["inside", "between", "kernels", "gpus_per_node", "name"])
+@pytest.mark.parametrize("name", ["inside", "kernels", "gpus_per_node", "name"])
 def test_refuses_what_is_missing(name: str) -> None:
     lacking = data()
     del lacking[name]
