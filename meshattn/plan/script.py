@@ -115,12 +115,16 @@ def pass_script(
     """
     groups = num_groups(shape, cut, topology, order)
     inner = inner_shape(shape, cut.heads, groups) if cut.heads > 1 else shape
+    whole = inner_shape(shape, cut.heads) if cut.heads > 1 else shape  # lists do not depend on groups
     paths, reach = RINGS, None
     if mask is not None:
         reach = reach_of(cut.tile, mask.visibility())
-        paths = reach.paths(message_bytes(direction, inner))
+        paths = reach.paths(message_bytes(direction, whole))
     placement = Placement(cut, order, topology.gpus_per_node, topology.gpus_per_nic, paths.turned)
-    schedule = build(direction, cut.tile, costs(direction, inner, pace), pace.channels, direct=paths.direct)
+    cost = costs(direction, whole, pace)
+    if cut.heads > 1:
+        cost = replace(cost, cut=None)  # a block in parts would fall into a part of the groups
+    schedule = build(direction, cut.tile, cost, pace.channels, direct=paths.direct)
     maker = _Maker(schedule, inner, topology, placement, mask, reach, paths)
     if cut.heads == 1:
         entries = tuple(maker.entries(0))
@@ -130,7 +134,7 @@ def pass_script(
         name=f"{direction}, {cut}, {', '.join(order)}",
         placement=placement,
         entries=entries,
-        shares=pays_to_share(direction, inner, cut.tile, pace),
+        shares=pays_to_share(direction, whole, cut.tile, pace),
     )
 
 
