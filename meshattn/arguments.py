@@ -13,6 +13,7 @@ from meshattn.sequence import ShardedSequence
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HEAD_DIM_STEP = 8
+_SOFTCAPS = 1e-30, 1e30  # within float32, with room for the factors that kernels put to them
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,9 @@ def check_options(options: Options) -> None:
     cap = options.softcap
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 <= cap <= sys.float_info.max:
         raise ValueError(f"softcap is {cap!r}: it must be a finite number, positive or 0.0 for none")
+    least, most = _SOFTCAPS
+    if cap and not least <= cap <= most:
+        raise ValueError(f"softcap is {cap}: give one from {least:g} to {most:g}, or 0.0 for none")
     p = options.dropout_p
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
         raise ValueError(f"dropout_p is {p!r}: it must be a probability, from 0.0 for none and below 1.0")

@@ -60,8 +60,8 @@ def mesh_attention(
         sinks: [H], a logit for each query head that takes part in the softmax of every row and has no value
             (as in gpt-oss); rows that see no key are not touched. Its gradient on a rank is this rank's part:
             the parts of all ranks add up to the whole, as for any weight (see `replicated`).
-        softcap: c > 0 bounds the scores: c * tanh(score / c), as in flash-attn; 0.0 is off. The "hopper"
-            kernel does not have it.
+        softcap: c from 1e-30 to 1e30 bounds the scores: c * tanh(score / c), as in flash-attn; 0.0 is off.
+            The "hopper" kernel does not have it.
         dropout_p: probability, from 0 and below 1, with which an attention probability is dropped; others are
             divided by 1 - dropout_p. Which ones follows from the seed and from batch, head, query and key
             position in the whole sequence, whatever mesh, tile, layout and kernel. The "hopper" kernel does

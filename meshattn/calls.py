@@ -169,9 +169,10 @@ def _check_kernel(options: Options, q: Tensor, v: Tensor, masks: BlockMasks) -> 
         raise ValueError(
             f"reduce_dtype={options.reduce_dtype}: partial results travel as {exact} (the default){other}"
         )
-    for option, number in (("softmax_scale", options.softmax_scale), ("softcap", options.softcap)):
-        most = torch.finfo(exact).max
-        if number is not None and number > most:
+    scale, most = options.softmax_scale, torch.finfo(exact).max
+    for option, divisor in (("softmax_scale", 1.0), ("softmax_scale / softcap", options.softcap)):
+        if scale is not None and divisor and scale / divisor > most:
+            number = scale / divisor
             raise ValueError(f"{option} is {number}: scores are made in {exact}, so give at most {most:.3g}")
     return local
 

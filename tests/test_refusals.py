@@ -155,10 +155,18 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         ValueError,
         ("softmax_scale is 1e+39", "torch.float32, so give at most 3.4e+38"),
     ),
-    "softcap-beyond-accumulators": (
-        lambda m: _attend(m, softcap=1e39),
+    **{
+        f"softcap-{cap}": (
+            lambda m, cap=cap: _attend(m, softcap=cap),
+            ValueError,
+            (f"softcap is {cap}", "from 1e-30 to 1e+30, or 0.0"),
+        )
+        for cap in (5e-324, 1e-46, 1e-39, 3e38, 1e39)
+    },
+    "softcap-below-scale": (
+        lambda m: _attend(m, softcap=1e-20, softmax_scale=1e30),
         ValueError,
-        ("softcap is 1e+39", "torch.float32, so give at most 3.4e+38"),
+        ("softmax_scale / softcap is", "torch.float32, so give at most 3.4e+38"),
     ),
     "causal": (lambda m: _attend(m, causal=1), ValueError, ("causal is 1", "True or False")),
     "deterministic": (
