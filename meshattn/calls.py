@@ -135,7 +135,7 @@ def _make_ready(
     except Exception as failure:  # whatever it is, the other ranks must not wait for this one
         error = failure
     for sequence in (seq, keys):
-        if isinstance(sequence, ShardedSequence):
+        if isinstance(sequence, ShardedSequence) and sequence.mesh is mesh:
             sequence.agree(error)
     # Ranks with other GPUs or versions may choose other kernels, whose accumulators do not fit together.
     statement = _statement(q, k, v, sinks, options) | {"kernel": chosen}

@@ -630,3 +630,19 @@ def test_an_unknown_option_of_one_rank_is_everybodys(name: str, backend: Backend
 
     for rank, text in enumerate(run_ranks(RANKS, on_rank, backend)):
         assert f"{name} is no option" in text and (rank == 1 or text.startswith("rank 1:"))
+
+
+def test_keys_of_another_mesh_on_one_rank_are_everybodys() -> None:
+    """The error goes to the ranks of the mesh of the queries, which wait for it there."""
+
+    def on_rank(group: Any) -> str:
+        mesh, other = (ma.init_attention_mesh(group, timeout=1.0) for _ in range(2))
+        seq, mine, theirs = (m.sequence(SEQ_LEN, cu_seqlens=[0, 5, 13]) for m in (mesh, mesh, other))
+        x = torch.ones(2, ROWS, 4, 8)
+        ma.mesh_attention(x, x, x, seq, kv_seq=mine)  # now the ranks have compared these documents
+        with pytest.raises(ValueError) as info:
+            ma.mesh_attention(x, x, x, seq, kv_seq=theirs if mesh.rank == 1 else mine)
+        return str(info.value)
+
+    for rank, text in enumerate(run_ranks(RANKS, on_rank)):
+        assert "kv_seq belongs to another mesh" in text and (rank == 1 or text.startswith("rank 1:"))
