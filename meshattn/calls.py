@@ -100,8 +100,8 @@ def _looks(
     if not is_seed(dropout_seed):
         return object()
     kind, grad = q.device.type, torch.is_grad_enabled()
-    tensors = tuple((x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in given)
-    return name, tensors, grad, autocast_type(kind), kv_seq, repr(options)
+    tensors = tuple((type(x), x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in given)
+    return name, tensors, grad, autocast_type(kind), kv_seq, dropout_seed is None, repr(options)
 
 
 def _make_ready(
@@ -138,7 +138,7 @@ def _make_ready(
         if isinstance(sequence, ShardedSequence) and sequence.mesh is mesh:
             sequence.agree(error)
     # Ranks with other GPUs or versions may choose other kernels, whose accumulators do not fit together.
-    statement = _statement(q, k, v, sinks, options) | {"kernel": chosen}
+    statement = _statement(q, k, v, sinks, dropout_seed, options) | {"kernel": chosen}
     mesh.agreement.enter(name, _sequences(seq, keys) | statement, error)
     ring = Tile(1, mesh.chunks) if name == "ring_attention" else None
     return _Ready(_plan(mesh, masks, q, k, v, options, local, ring), statement)
@@ -184,12 +184,14 @@ def _sequences(seq: ShardedSequence, keys: object) -> dict[str, str]:
     return {"sequence": seq.stated, "kv_seq": kv_words}
 
 
-def _statement(q: Tensor, k: Tensor, v: Tensor, sinks: object, options: Options) -> dict[str, str]:
+def _statement(
+    q: Tensor, k: Tensor, v: Tensor, sinks: object, dropout_seed: object, options: Options
+) -> dict[str, str]:
     """What must be the same on all ranks, beside the sequences."""
     tensors = {name: words_of(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
     if sinks is not None:
         tensors["sinks"] = words_of(sinks)
-    return tensors | options.words()
+    return tensors | options.words() | {"dropout_seed": "not given" if dropout_seed is None else "given"}
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, options: Options) -> CallShape:

@@ -236,3 +236,20 @@ def test_ranks_with_other_seeds_raise(given: bool) -> None:
     # Threads share one generator, so that each draws another seed.
     for text in run_ranks(3, on_rank):
         assert ("torch.manual_seed" in text) != given
+
+
+def test_a_rank_that_draws_where_others_give_raises_at_once() -> None:
+    """At the third call, whose seeds are not compared."""
+
+    def on_rank(group: Any) -> None:
+        mesh = ma.init_attention_mesh(group, timeout=20)
+        seq = mesh.sequence(12)
+        x = torch.ones(1, seq.rows, 2, 8)
+        for _ in range(2):
+            ma.mesh_attention(x, x, x, seq, dropout_p=0.1, dropout_seed=7)
+        with pytest.raises(
+            ma.RankMismatchError, match="dropout_seed is not given on rank 1, but given on ranks"
+        ):
+            ma.mesh_attention(x, x, x, seq, dropout_p=0.1, dropout_seed=None if mesh.rank == 1 else 7)
+
+    run_ranks(3, on_rank)

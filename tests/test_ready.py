@@ -54,6 +54,7 @@ OTHERS: dict[str, Call] = {
     "grad": without_grad,
     "autocast": under_autocast,
     "ring": as_ring,
+    "seed": lambda seq: attend(seq, dropout_seed=5),
     "keys": lambda seq: attend(seq, kv_seq=seq.mesh.sequence(seq.seq_len)),
 }
 
@@ -122,3 +123,21 @@ def test_only_so_many_are_kept_and_none_keeps_the_sequence(monkeypatch: pytest.M
         assert gone() is None
 
     run_ranks(1, on_rank)
+
+
+class _OfSeveralRanks(Tensor):
+    """Looks like a DTensor."""
+
+    def to_local(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def test_another_class_of_tensor_is_checked_again() -> None:
+    def on_rank(group: Any) -> None:
+        seq = ma.init_attention_mesh(group).sequence(5)
+        attend(seq)
+        x = torch.ones(1, seq.rows, 2, 8, requires_grad=True)
+        with pytest.raises(ValueError, match=r"pass v\.to_local\(\)"):
+            ma.mesh_attention(x, x, _OfSeveralRanks(x), seq)
+
+    run_ranks(2, on_rank)
