@@ -207,9 +207,10 @@ class ShardedSequence:
             return tensor
         if tensor.device not in self._gaps:
             mine = self._positions(self.mesh.rank)
-            gaps = torch.zeros(self.rows, dtype=torch.bool, device="cpu")
-            gaps[: len(mine)] = self.documents.place(mine)[1] < 0
-            self._gaps[tensor.device] = gaps.to(tensor.device)
+            with torch.inference_mode(False):  # kept also for calls whose backward pass reads it
+                gaps = torch.zeros(self.rows, dtype=torch.bool, device="cpu")
+                gaps[: len(mine)] = self.documents.place(mine)[1] < 0
+                self._gaps[tensor.device] = gaps.to(tensor.device)
         gaps = self._gaps[tensor.device]
         return tensor.masked_fill(gaps.view(1, -1, *[1] * (tensor.dim() - 2)), 0)
 

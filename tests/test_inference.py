@@ -60,3 +60,22 @@ def test_keys_stay_where_they_are(causal: bool) -> None:
         return {(record.axis, record.flow) for record in records}
 
     assert set().union(*run_ranks(ranks, on_rank)) == {("row", "inward"), ("row", "outward")}
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids="P{}".format)
+def test_a_sequence_first_used_in_inference_mode_can_be_trained_on(ranks: int) -> None:
+    """What is kept from the first call, the gaps between documents too, serves a backward pass."""
+    whole = make_inputs(Shape(B=1, S=13, H=2, H_kv=2, D=8)).q
+
+    def on_rank(group: Any) -> torch.Tensor:
+        seq = ma.init_attention_mesh(group).sequence(13, cu_seqlens=[0, 6, 13], document_lengths=[5, 7])
+        x = seq.shard(whole.detach()).requires_grad_()
+        with torch.inference_mode():
+            ma.mesh_attention(x, x, x, seq, causal=True)
+        out = ma.mesh_attention(x, x, x, seq, causal=True)
+        assert isinstance(out, torch.Tensor)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        return seq.unshard(grad)
+
+    for grad in run_ranks(ranks, on_rank):
+        assert grad[:, :5].abs().sum() > 0 and not grad[:, 5].any()
