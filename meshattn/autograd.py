@@ -64,6 +64,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.mesh.require_open()
         out, lse, sinks, *kept = ctx.saved_tensors
         origins = kept[:3]
         if ctx.call.split.ranks > 1:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import meshattn as ma
 from cases import Results, Shape
 from distributed import (
+    Backend,
     Case,
     Packed,
     assemble,
@@ -325,3 +326,17 @@ def test_layers_in_a_row_on_one_mesh() -> None:
         expected = Results(out, lse, *torch.autograd.grad(out, leaves, do))
         for name, x, y in zip(Results._fields, whole, expected, strict=True):
             assert_close(f"{case}: {name}", x, y)
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_backward_after_close_is_refused(backend: Backend) -> None:
+    def on_rank(group: Any) -> None:
+        mesh = ma.init_attention_mesh(group, timeout=20)
+        x = torch.ones(1, mesh.sequence(6).rows, 2, 8, requires_grad=True)
+        out = ma.mesh_attention(x, x, x, mesh.sequence(6))
+        assert isinstance(out, Tensor)
+        mesh.close()
+        with pytest.raises(ValueError, match="this mesh has been closed"):
+            out.sum().backward()
+
+    run_ranks(2, on_rank, backend)
