@@ -131,8 +131,13 @@ class Agreement:
             if error is not None:
                 return f"rank {rank}: {error[1]}"
         statements = {rank: statement for rank, (statement, _) in found.items()}
-        statements.update({rank: self._statement for rank in self._ranks if rank not in found})
-        return _difference(statements)
+        silent = [rank for rank in self._ranks if rank not in found]
+        statements.update(dict.fromkeys(silent, self._statement))
+        silent = [rank for rank in silent if rank != self._rank]
+        doubt = (
+            f" ({_ranks(silent)} said nothing: taken to do as rank {self._rank}, or dead)" if silent else ""
+        )
+        return _difference(statements) + doubt
 
     def _key(self, number: int, rank: int) -> str:
         return f"agreement/{number}/{rank}"

@@ -264,3 +264,13 @@ def test_different_tiles_are_named(backend: Backend) -> None:
 
     for text in run_ranks(4, on_rank, backend, timeout=30):
         assert "tile is 2x2 on rank 1, but auto on ranks 0, 2, 3" in text
+
+
+def test_ranks_that_said_nothing_are_named() -> None:
+    """After a failed transfer: whether they go on as this rank does, or are dead, the store does not tell."""
+    store = HashStore()
+    here, odd = (Agreement(store, rank, range(4), 0.05) for rank in (0, ODD))
+    with pytest.raises(RankMismatchError):
+        odd.enter("call", {"causal": "True"})
+    blamed = here.blame()
+    assert blamed is not None and "(ranks 2, 3 said nothing" in blamed
