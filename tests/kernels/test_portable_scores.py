@@ -191,3 +191,12 @@ def test_extreme_softcaps(softcap: float) -> None:
         torch.testing.assert_close(actual.out, plain.out, rtol=1e-4, atol=1e-5)
     else:
         assert actual.lse.std() < 1e-3 < plain.lse.std()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+def test_a_softcap_beyond_all_scores_bounds_nothing_in_16_bits(kernel: Kernel) -> None:
+    """The tanh of a tiny number, times a large one: errors of the tanh itself would be multiplied too."""
+    shape = Shape(B=1, S=21, H=2, H_kv=1, D=16)
+    inputs, blocks = make_inputs(shape, torch.float16), [(slice(None), full(shape))]
+    plain, actual = (Run(replace(kernel, softcap=cap), 0.3)(inputs, blocks) for cap in (0.0, 1e9))
+    torch.testing.assert_close(actual, plain, rtol=2e-3, atol=2e-3)

@@ -75,7 +75,7 @@ def add_to_dkdv(
     # Before p, so that this product runs beside the exponentials.
     dp = product(v, do.T, None, SINGLE)
     if SOFTCAP:
-        scores = tanh(scores * cap_scale, SINGLE)
+        scores = tanh(scores * cap_scale)
     # Only now, so that exponent and delta take no registers beside all others.
     exponent = load_rows(exponent_ptr, r0, n_q, Q_TILE, WHOLE)
     p = power(scores * exponent_scale - exponent[None, :], SINGLE)

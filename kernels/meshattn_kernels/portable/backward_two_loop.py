@@ -305,7 +305,7 @@ def add_to_dq(
     v = load_tile(v_ptr, t0, n_k, V_STRIDE, KV_TILE, D_V, PADDED_D_V, not MASKED)
     dp = product(do, v.T, None, SINGLE)
     if SOFTCAP:
-        scores = tanh(scores * cap_scale, SINGLE)
+        scores = tanh(scores * cap_scale)
     p = power(scores * exponent_scale - exponent[:, None], SINGLE)
     key = t0 + tl.arange(0, KV_TILE)
     if MASKED:

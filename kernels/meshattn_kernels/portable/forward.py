@@ -175,7 +175,7 @@ def attend(
     k = load_tile(k_ptr, t0, n_k, K_STRIDE, KV_TILE, D, PADDED_D, not MASKED)
     scores = product(q, k.T, None, SINGLE)  # [Q_TILE, KV_TILE]
     if SOFTCAP:
-        scores = tanh(scores * cap_scale, SINGLE)
+        scores = tanh(scores * cap_scale)
     key = t0 + tl.arange(0, KV_TILE)
     if MASKED:
         visible = (key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None])

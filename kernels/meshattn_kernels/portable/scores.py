@@ -25,18 +25,17 @@ SCORE_NUMBERS = (
 
 
 @triton.jit
-def tanh(x, SINGLE: tl.constexpr):
-    """To some 1e-7; for fp32 inputs to as much of its value, by a polynomial near 0 (Cephes)."""
-    large = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-    if SINGLE:
-        square = x * x
-        small = -5.70498872745e-3 * square + 2.06390887954e-2
-        small = small * square - 5.37397155531e-2
-        small = small * square + 1.33314422036e-1
-        small = small * square - 3.33332819422e-1
-        small = small * square * x + x
-        large = tl.where(tl.abs(x) < 0.625, small, large)
-    return large
+def tanh(x):
+    """To some 1e-7 of its value, which a large softcap multiplies: near 0 by a polynomial (Cephes)."""
+    square = x * x
+    small = -5.70498872745e-3 * square + 2.06390887954e-2
+    small = small * square - 5.37397155531e-2
+    small = small * square + 1.33314422036e-1
+    small = small * square - 3.33332819422e-1
+    small = small * square * x
+    near = square < 0.39
+    # A sum of two choices: to choose between the sums needs more registers.
+    return tl.where(near, x, 1.0) + tl.where(near, small, -2.0 / (tl.exp(2.0 * x) + 1.0))
 
 
 @triton.jit
