@@ -25,6 +25,13 @@ from meshattn_kernels.hopper.shim import LN2, LOG2E, aggregate, load_tile, new_b
 
 MAX_START = gl.constexpr(-1e30)
 """Finite, so that exp2(old maximum - new maximum) is never inf - inf."""
+LANES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+)
+"""Of [64, 4]: a value for each of the four lanes that share a row of a product."""
+LANES_ROW = gl.constexpr(gl.SliceLayout(1, LANES.value))
 TASK_FIELDS = gl.constexpr(8)
 """int32 values of a task: batch, query head, key/value head, query block, first tile, number of tiles, 0,
 0."""
@@ -134,12 +141,20 @@ def issue_output(probs, out, memory, step):
 
 
 @gluon.jit
+def by_lane(tile):
+    """A product [64, columns] as [64, 4, columns / 32, 4 lanes, 2]. A reduction over dims 4, 1 and 1 again is
+    a tree inside each thread: 32 operations that wait for each other are long with one warp a scheduler."""
+    COLUMNS: gl.constexpr = tile.shape[1]
+    return gl.reshape(tile, (ROWS, 4, COLUMNS // 32, 4, 2))
+
+
+@gluon.jit
 def online_softmax(
     scores, row_max, row_sum, first_row, first_key, rows, common_start, common_end, exp2_scale,
     MASK: gl.constexpr,
 ):  # fmt: skip
-    """scores fp32 [64, KV_TILE] -> P, new row maximum and sum (fp32 [64], base 2), factor for the old
-    sums."""
+    """scores fp32 [64, KV_TILE] -> P, new row maximum (fp32 [64], base 2) and sums (fp32 [64], or [64, 4]
+    by lane: they meet at the end of a task), factor for the old sums."""
     KV_TILE: gl.constexpr = scores.shape[1]
     LAYOUT: gl.constexpr = scores.type.layout
     if MASK != FULL:
@@ -151,10 +166,20 @@ def online_softmax(
             visible = visible & (key[None, :] < row_ends(rows, row, MASK)[:, None])
             # Not a finite value: a row whose tile is all masked would give exp2 of a rounding error of 1e22.
             scores = gl.where(visible, scores, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * exp2_scale)
+    BY_LANE: gl.constexpr = len(row_sum.shape) == 2
+    if BY_LANE:
+        tile_max = gl.max(gl.max(gl.max(gl.max(by_lane(scores), 4), 1), 1), 1)
+        new_max = gl.maximum(row_max, gl.convert_layout(tile_max, gl.SliceLayout(1, LAYOUT)) * exp2_scale)
+    else:
+        new_max = gl.maximum(row_max, gl.max(scores, 1) * exp2_scale)
     probs = gl.exp2(scores * exp2_scale - new_max[:, None])
     rescale = gl.exp2(row_max - new_max)
-    return probs, new_max, row_sum * rescale + gl.sum(probs, 1), rescale
+    if BY_LANE:
+        tile_sum = gl.convert_layout(gl.sum(gl.sum(gl.sum(by_lane(probs), 4), 1), 1), LANES)
+        row_sum = row_sum * gl.convert_layout(rescale, LANES_ROW)[:, None] + tile_sum
+    else:
+        row_sum = row_sum * rescale + gl.sum(probs, 1)
+    return probs, new_max, row_sum, rescale
 
 
 @gluon.jit
@@ -173,6 +198,7 @@ def consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV_TILE, 16])
     S_ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    BY_LANE: gl.constexpr = CONSUMERS == 2  # three consumers are slower so
     exp2_scale = scale * LOG2E
     worker = gl.program_id(0)
     step = 0
@@ -192,7 +218,10 @@ def consumer(
         if FIRST:
             out = gl.zeros((ROWS, DV_TILE), gl.float32, O_LAYOUT)
             row_max = gl.full((ROWS,), MAX_START, gl.float32, S_ROW)
-            row_sum = gl.full((ROWS,), 0.0, gl.float32, S_ROW)
+            if BY_LANE:
+                row_sum = gl.full((ROWS, 4), 0.0, gl.float32, LANES)
+            else:
+                row_sum = gl.full((ROWS,), 0.0, gl.float32, S_ROW)
         else:
             lse_at, lse_mask = lse_addresses(output, task_row, first_row, rows.n_q, S_ROW)
             lse = gl.load(lse_at, mask=lse_mask, other=float("-inf"))
@@ -202,7 +231,11 @@ def consumer(
             fence_async_shared()
             mbarrier.arrive(memory.out_empty.index(INDEX), count=1)
             row_max = gl.maximum(lse * LOG2E, MAX_START)
-            row_sum = gl.where(lse > float("-inf"), 1.0, 0.0)
+            if BY_LANE:  # 1 in four parts, which sum to it exactly
+                row_sum = gl.convert_layout(gl.where(lse > float("-inf"), 0.25, 0.0), LANES_ROW)
+                row_sum = gl.expand_dims(row_sum, 1).broadcast_to([ROWS, 4])
+            else:
+                row_sum = gl.where(lse > float("-inf"), 1.0, 0.0)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(memory.k_empty.index(step % STAGES), count=1)
         if CARRY_PROBS:
@@ -252,6 +285,8 @@ def consumer(
         # Padding rows saw what their q, read as zero, would see: they are written as empty, or not at all.
         written = output.rows if FIRST else rows.n_q
         lse_at, lse_mask = lse_addresses(output, task_row, first_row, written, S_ROW)
+        if BY_LANE:
+            row_sum = gl.convert_layout(gl.sum(row_sum, 1), S_ROW)
         row_sum = gl.where(first_row + gl.arange(0, ROWS, layout=S_ROW) < rows.n_q, row_sum, 0.0)
         weight = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)
         lse = gl.where(row_sum > 0.0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
