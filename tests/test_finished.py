@@ -37,11 +37,11 @@ class FinishingKernel(ReferenceKernel):
         out.copy_(exact["out"])
 
     def finish(
-        self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, softmax_scale: float
+        self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, **how: Any
     ) -> tuple[Tensor, ...]:
         if kind == "out" and acc["out"].dtype == dtype:
             return (acc["out"],)
-        return super().finish(kind, acc, dtype=dtype, softmax_scale=softmax_scale)
+        return super().finish(kind, acc, dtype=dtype, **how)
 
 
 @pytest.mark.parametrize("tile", [Tile(1, 1), Tile(1, 2), Tile(2, 1)], ids=str)

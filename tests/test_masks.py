@@ -292,9 +292,9 @@ def test_bad_windows_are_refused(window_size: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ([], "must start with 0"),
-        ([0], "must start with 0"),
-        ([1, 4], "must start with 0"),
+        ([], "cumulated lengths behind a 0"),
+        ([0], "cumulated lengths behind a 0"),
+        ([1, 4], "cumulated lengths behind a 0"),
         ([0, 5, 3, 8], "decreases from 5 to 3 at entry 2"),
         ([0, 5, 9], "ends at 9, beyond the sequence length 8"),
         (torch.tensor([0.0, 4.0]), "1-D tensor of integers"),
