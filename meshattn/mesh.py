@@ -141,6 +141,7 @@ class AttentionMesh:
         self.connection = connection
         self._closed = False
         self._rings: dict[tuple[Assignment, Axis], tuple[int, ...]] = {}
+        self._chosen: dict[Tile, None] = {}  # what "auto" took, in order
 
     def sequence(
         self,
@@ -176,6 +177,7 @@ class AttentionMesh:
         if self.tile is not None:
             return self.tile
         cut = choose_cut(self.size, shape, heads=self.heads, topology=self.topology, visibility=visibility)
+        self._chosen[cut.tile] = None
         return cut.tile
 
     def pace(self, tile: Tile) -> Pace:
@@ -272,7 +274,8 @@ class AttentionMesh:
         """Ranks, tile and transport in words."""
         if self.tile is None:
             what = "the fewest bytes" if self.topology is None else "the least predicted time"
-            tile = f"tile auto: {what} for each shape"
+            chosen = f" (so far {', '.join(map(str, self._chosen))})" if self._chosen else ""
+            tile = f"tile auto: {what} for each shape{chosen}"
         else:
             tile = f"tile {self.tile}, query by key/value chunks of each rank"
         heads = ""
@@ -281,7 +284,7 @@ class AttentionMesh:
             heads = f"heads {self.heads}, shared out among consecutive ranks, groups {groups}; "
         return (
             f"AttentionMesh of {_counted(self.size, 'rank')} {list(self.connection.names)}, "
-            f"this is rank {self.rank}; {heads}"
+            f"this is mesh rank {self.rank}; {heads}"
             f"{tile}; {'' if self.topology is None else f'topology {self.topology.name}; '}"
             f"{self._describe_transport()}"
         )

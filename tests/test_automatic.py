@@ -82,3 +82,20 @@ def test_lists_of_any_pace_are_right() -> None:
             pace = pace_of(topology, Cut(1, tile))
             check(build("backward", tile, costs("backward", shape, pace), pace.channels))
             check(build("forward", tile, costs("forward", shape, pace), pace.channels))
+
+
+def test_a_mesh_tells_the_tiles_that_auto_took() -> None:
+    def on_rank(group: Any) -> tuple[str, str, str]:
+        mesh = ma.init_attention_mesh(group)
+        before = mesh.describe()
+        seq = mesh.sequence(13)
+        q, k = torch.ones(1, seq.rows, 8, 8), torch.ones(1, seq.rows, 1, 8)
+        ma.mesh_attention(q, k, k, seq)
+        first = mesh.describe()
+        ma.mesh_attention(q, q, q, seq)
+        return before, first, mesh.describe()
+
+    for before, first, both in run_ranks(4, on_rank):
+        assert "so far" not in before
+        assert "(so far 1x4)" in first, "a ring, where keys and values are small"
+        assert "(so far 1x4, 2x2)" in both
