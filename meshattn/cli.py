@@ -20,6 +20,7 @@ ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 WIDEST_PICTURE = 48
 HEAD_DIM_STEP = 8  # as attention takes it
 MANY_BLOCKS = 2**13
+MOST_RANKS = 4096  # of `meshattn assignment` and `meshattn layouts`
 MOST_BLOCKS = 2**15  # of all lists of `meshattn schedule`, some ten seconds
 
 
@@ -166,6 +167,11 @@ def _shape(args: argparse.Namespace) -> CallShape:
     )
 
 
+def _check_ranks(args: argparse.Namespace) -> None:
+    if args.ranks > MOST_RANKS:
+        raise ValueError(f"--ranks is {args.ranks}, but this command takes at most {MOST_RANKS}")
+
+
 def _tile(args: argparse.Namespace) -> Tile:
     tile = Tile.parse(args.tile)
     if tile.ranks != args.ranks:
@@ -208,6 +214,7 @@ def _schedule(args: argparse.Namespace) -> str:
 
 
 def _layouts(args: argparse.Namespace) -> str:
+    _check_ranks(args)
     if min(args.window) < -1:
         raise ValueError(f"--window is {' '.join(map(str, args.window))}, but -1 is the least: no bound")
     left, right = (None if size == -1 else size for size in args.window)
@@ -258,6 +265,7 @@ def _table(rows: Iterable[Row], chosen: Tile) -> str:
 
 
 def _assignment(args: argparse.Namespace) -> str:
+    _check_ranks(args)
     shape, tile = _shape(args), _tile(args)
     if not 0 <= args.rank < args.ranks:
         raise ValueError(f"--rank is {args.rank}, but ranks are 0 to {args.ranks - 1}")

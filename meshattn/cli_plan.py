@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from meshattn.plan.timeline import Timeline, run
 from meshattn.plan.topology import load_topology, presets
 from meshattn.plan.trace import write_trace
 
+MOST_RANKS = 1024
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -25,7 +28,7 @@ def size(text: str) -> int:
         value = float(number) * UNITS[unit]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number such as 131072, 128k or 1M") from None
-    if value != int(value):
+    if not math.isfinite(value) or value != int(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(value)
 
@@ -57,6 +60,12 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
     """What the command prints; ValueError for what cannot be planned."""
     if args.show < 1:
         raise ValueError(f"--show is {args.show}, but must be at least 1")
+    if args.ranks > MOST_RANKS:
+        raise ValueError(f"--ranks is {args.ranks}, but plans are emulated for at most {MOST_RANKS}")
+    if args.heads_axis is not None and (args.heads_axis < 1 or args.ranks % args.heads_axis):
+        raise ValueError(f"--heads-axis is {args.heads_axis}, but must divide the {args.ranks} ranks")
+    for name in ("picture", "timeline", "trace"):
+        _check_folder(name, getattr(args, name))
     topology = load_topology(args.topology)
     question = Question(args.ranks, shape, topology, BOTH[:1] if args.forward else BOTH)
     found = plan(question, heads=args.heads_axis, memory_limit=args.memory, at_least=args.show)
@@ -75,6 +84,12 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
         return json.dumps({"why": why(found), "candidates": [each.as_json() for each in shown]}, indent=2)
     reason = f"{why(found)}.{_absent(question, found)}"
     return "\n\n".join([_table(shown), reason, _code(best, args.topology), NOTE])
+
+
+def _check_folder(name: str, path: Path | None) -> None:
+    """Before the work, so that it is not lost."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"--{name} {path}: there is no folder {path.parent}")
 
 
 def _absent(question: Question, found: Sequence[Prediction]) -> str:
@@ -185,6 +200,15 @@ def calibrate_command(args: argparse.Namespace) -> str:
 
     from meshattn.calibrate import calibrate, join, sizes_of
 
+    if os.environ.get("RANK", "0") == "0":  # no other rank writes
+        _check_folder("out", args.out)
+    for heads in args.heads:
+        if min(heads, args.group) < 1 or heads % args.group:
+            raise ValueError(f"--heads has {heads}, but must be a multiple of --group, which is {args.group}")
+    if args.head_dim < 1 or args.head_dim % 8:
+        raise ValueError(f"--head-dim is {args.head_dim}, but must be a multiple of 8")
+    if args.rows and min(args.rows) < 1:
+        raise ValueError(f"--rows has {min(args.rows)}, but must be at least 1")
     device = join()
     sizes = sizes_of(device, args.rows, args.heads, args.head_dim, args.group)
     topology = calibrate(sizes, device, name=args.name, per_node=args.per_node, transport=args.transport)

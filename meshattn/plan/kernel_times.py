@@ -41,8 +41,9 @@ class BlockTime:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "causal" and not value > 0:
-                raise ValueError(f"kernel times: {field.name} of a block is {value}, but must be above 0")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if field.name != "causal" and not (number and 0 < value < math.inf):
+                raise ValueError(f"kernel times: {field.name} of a block is {value!r}, but must be above 0")
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,15 @@ class KernelTimes:
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> KernelTimes:
         """From ``kernel`` and ``block_us`` of a file; ValueError for a block that lacks a size or time."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("block_us"), Sequence):
+            raise ValueError(
+                "kernel times: this is no table, which has kernel and block_us, a list of blocks"
+            )
         names = [field.name for field in fields(BlockTime)]
         blocks = []
-        for number, entry in enumerate(data.get("block_us", ())):
+        for number, entry in enumerate(data["block_us"]):
+            if not isinstance(entry, Mapping):
+                raise ValueError(f"kernel times: block {number} is {entry!r}, but must have sizes and times")
             missing = [name for name in names if name not in entry]
             if missing:
                 raise ValueError(f"kernel times: block {number} has no {', '.join(missing)}")

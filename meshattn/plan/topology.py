@@ -29,6 +29,12 @@ from .kernel_times import KernelTimes
 PRESETS = Path(__file__).parent / "presets"
 
 
+def _check_number(value: object, what: str, least: float) -> None:
+    """ValueError unless it is a number that times can be computed with."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= 1e12:
+        raise ValueError(f"{what} is {value!r}, but must be a number from {least:g} to 1e12")
+
+
 @dataclass(frozen=True)
 class Link:
     """What an exchange goes through: a GPU's port inside a node, or a network card between nodes."""
@@ -39,11 +45,10 @@ class Link:
     """Part of the GPU's multiprocessors that an exchange takes from kernels as long as it runs."""
 
     def __post_init__(self) -> None:
-        if not self.gb_per_s > 0:
-            raise ValueError(f"gb_per_s of a link is {self.gb_per_s}, but must be above 0")
-        if not self.latency_us >= 0:
-            raise ValueError(f"latency_us of a link is {self.latency_us}, but cannot be negative")
-        if not 0 <= self.sm_share < 1:
+        _check_number(self.gb_per_s, "gb_per_s of a link", 1e-9)
+        _check_number(self.latency_us, "latency_us of a link", 0.0)
+        _check_number(self.sm_share, "sm_share of a link", 0.0)
+        if not self.sm_share < 1:
             raise ValueError(f"sm_share of a link is {self.sm_share}, but must be from 0 up to below 1")
 
 
@@ -70,12 +75,12 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("gpus_per_node", "gpus_per_nic"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(f"{name} of a topology is {value!r}, but must be a whole number from 1 on")
-        if not self.memory_gb_per_s > 0:
-            raise ValueError(f"memory_gb_per_s of a topology is {self.memory_gb_per_s}, but must be above 0")
-        if not self.start_us >= 0:
-            raise ValueError(f"start_us of a topology is {self.start_us}, but cannot be negative")
+        if not isinstance(self.name, str):
+            raise ValueError(f"name of a topology is {self.name!r}, but must be text")
+        _check_number(self.memory_gb_per_s, "memory_gb_per_s of a topology", 1e-9)
+        _check_number(self.start_us, "start_us of a topology", 0.0)
 
     @property
     def across(self) -> Link:
@@ -163,9 +168,11 @@ def presets() -> tuple[str, ...]:
 
 
 def _parse(path: Path) -> Any:
-    text = path.read_text()
     try:
+        text = path.read_text()
         return json.loads(text)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is no topology: {error}") from None
     except json.JSONDecodeError as error:
         try:
             yaml = import_module("yaml")
