@@ -122,7 +122,8 @@ def test_a_stalled_thread(tile: Tile, phase: str, monkeypatch: pytest.MonkeyPatc
     arm = _at_block(phase, 2, lambda: time.sleep(2.5), monkeypatch)
     outcomes, seconds = _outcomes(tile, arm, "threads", timeout=1.0)
     _assert_named(tile, outcomes, phase)
-    assert any(f"nothing from rank {VICTIM} within 1 s" in str(outcome) for outcome in outcomes)
+    # One that waits for a rank that waits for the victim may be the first to give up, which ends the rest.
+    assert any("within 1 s" in str(outcome) for outcome in outcomes), "a rank gave up by its own clock"
     assert seconds < 10
 
 
