@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from meshattn.masks import checked_window
+from meshattn.plan.cost import HEAD_DIM_STEP
 from meshattn.sequence import ShardedSequence
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_HEAD_DIM_STEP = 8
 _SOFTCAPS = 1e-30, 1e30  # within float32, with room for the factors that kernels put to them
 
 
@@ -133,8 +133,8 @@ def check_kind(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> None:
     if dtype not in _FLOATS:
         raise ValueError(f"dtype is {dtype}: attention takes float64, float32, bfloat16 or float16")
     for name, size in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-        if type(size) is not int or size < 1 or size % _HEAD_DIM_STEP:
-            raise ValueError(f"{name} is {size!r}: a head size must be a multiple of {_HEAD_DIM_STEP}")
+        if type(size) is not int or size < 1 or size % HEAD_DIM_STEP:
+            raise ValueError(f"{name} is {size!r}: a head size must be a multiple of {HEAD_DIM_STEP}")
 
 
 def check_kernel_name(kernel: str | None) -> None:
@@ -163,10 +163,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, q_seq: ShardedSequence, kv_se
                 f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}: "
                 "all three must agree"
             )
-        if tensor.shape[3] % _HEAD_DIM_STEP or tensor.shape[3] == 0:
+        if tensor.shape[3] % HEAD_DIM_STEP or tensor.shape[3] == 0:
             raise ValueError(
                 f"{name} is {list(tensor.shape)}: the head size {tensor.shape[3]} must be a multiple of "
-                f"{_HEAD_DIM_STEP}; pad it with zeros and pass softmax_scale"
+                f"{HEAD_DIM_STEP}; pad it with zeros and pass softmax_scale"
             )
     batch, _, heads, head_dim = q.shape
     kv_heads = k.shape[2]

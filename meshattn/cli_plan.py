@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshattn.plan.cost import CallShape
+from meshattn.plan.cost import HEAD_DIM_STEP, CallShape
 from meshattn.plan.planner import BOTH, Prediction, Question, plan, why
 from meshattn.plan.script import pace_of, pass_script
 from meshattn.plan.timeline import Timeline, run
@@ -62,8 +62,6 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
         raise ValueError(f"--show is {args.show}, but must be at least 1")
     if args.ranks > MOST_RANKS:
         raise ValueError(f"--ranks is {args.ranks}, but plans are emulated for at most {MOST_RANKS}")
-    if args.heads_axis is not None and (args.heads_axis < 1 or args.ranks % args.heads_axis):
-        raise ValueError(f"--heads-axis is {args.heads_axis}, but must divide the {args.ranks} ranks")
     for name in ("picture", "timeline", "trace"):
         _check_folder(name, getattr(args, name))
     topology = load_topology(args.topology)
@@ -205,8 +203,8 @@ def calibrate_command(args: argparse.Namespace) -> str:
     for heads in args.heads:
         if min(heads, args.group) < 1 or heads % args.group:
             raise ValueError(f"--heads has {heads}, but must be a multiple of --group, which is {args.group}")
-    if args.head_dim < 1 or args.head_dim % 8:
-        raise ValueError(f"--head-dim is {args.head_dim}, but must be a multiple of 8")
+    if args.head_dim < 1 or args.head_dim % HEAD_DIM_STEP:
+        raise ValueError(f"--head-dim is {args.head_dim}, but must be a multiple of {HEAD_DIM_STEP}")
     if args.rows and min(args.rows) < 1:
         raise ValueError(f"--rows has {min(args.rows)}, but must be at least 1")
     device = join()

@@ -46,6 +46,10 @@ class Pace:
 NOMINAL = Pace()
 
 
+HEAD_DIM_STEP = 8
+"""Head sizes are multiples of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallShape:
     """Sizes of one attention call inside the engine; ``rows`` is C, of one chunk, padding included.

@@ -190,7 +190,7 @@ class Question:
 def cuts(ranks: int, shape: CallShape, heads: int | None = None, tile: Tile | None = None) -> Iterator[Cut]:
     """All cuts of these ranks, or those with this head axis or this tile."""
     for w in range(1, ranks + 1) if heads is None else (heads,):
-        if ranks % w or shape.heads % w:
+        if w < 1 or ranks % w or shape.heads % w:
             continue
         for each in tiles(ranks // w):
             if tile is None or each == tile:
