@@ -68,26 +68,30 @@ def calibrate(
     name: str = "measured",
     per_node: int | None = None,
     transport: str = "auto",
+    kernel: str | None = None,
 ) -> Topology:
     """Measure the ranks of the default group, which must be numbered host by host. Collective; the same
     topology on every rank. ``per_node`` is for hosts that are parts of one machine; ``transport`` is that of
-    `init_attention_mesh`.
+    `init_attention_mesh` and ``kernel`` that of `mesh_attention`.
 
     Raises ValueError, on every rank alike, if hosts have different numbers of ranks or ranks are not numbered
-    host by host.
+    host by host, and for a kernel that does not serve the head size here.
     """
+    chosen = choose_kernel(kernel, device, _dtype(device), sizes.head_dim, sizes.head_dim)
     mesh = init_attention_mesh(tile=(1, dist.get_world_size()), transport=transport)
     try:
         if per_node is None:
             per_node = _ranks_per_host(mesh, device)
         if per_node < 1 or mesh.size % per_node:
             raise ValueError(f"{per_node} ranks a node do not divide the {mesh.size} ranks")
-        return _measure(mesh, sizes, device, name, per_node)
+        return _measure(mesh, sizes, device, name, per_node, chosen)
     finally:
         mesh.close()
 
 
-def _measure(mesh: AttentionMesh, sizes: Sizes, device: torch.device, name: str, per_node: int) -> Topology:
+def _measure(
+    mesh: AttentionMesh, sizes: Sizes, device: torch.device, name: str, per_node: int, kernel: str
+) -> Topology:
     ranks = range(mesh.size)
     near = tuple(r // per_node * per_node + (r + 1) % per_node for r in ranks)
     far = tuple((r + per_node) % mesh.size for r in ranks)
@@ -96,7 +100,6 @@ def _measure(mesh: AttentionMesh, sizes: Sizes, device: torch.device, name: str,
         for ring in (near, far)
     ]
     unused = Link(gb_per_s=1e6)  # a node of one rank has no link inside
-    kernel = choose_kernel(None, device, _dtype(device), sizes.head_dim, sizes.head_dim)
     blocks = [_block(mesh, kernel, rows, heads, causal, sizes, device)
               for rows in sizes.rows for heads in sizes.heads for causal in (True, False)]  # fmt: skip
     return Topology(
@@ -280,10 +283,15 @@ def _median_us(run: Callable[[], object], device: torch.device, *, before: Calla
 
 
 def sizes_of(
-    device: torch.device, rows: Sequence[int], heads: Sequence[int], head_dim: int, group: int
+    device: torch.device,
+    rows: Sequence[int],
+    heads: Sequence[int],
+    head_dim: int,
+    group: int,
+    messages: Sequence[int] | None = None,
 ) -> Sizes:
     """What was asked for, else what the device can do in some seconds."""
     gpu = device.type == "cuda"
     default = (512, 1024, 2048, 4096, 8192, 16384) if gpu else (64, 128, 256, 512)
-    messages = (2**16, 2**26) if gpu else (2**14, 2**21)
-    return Sizes(tuple(rows) or default, tuple(heads), head_dim, group, messages)
+    small, large = messages or ((2**16, 2**26) if gpu else (2**14, 2**21))
+    return Sizes(tuple(rows) or default, tuple(heads), head_dim, group, (small, large))

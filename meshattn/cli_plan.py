@@ -190,6 +190,15 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         "--transport", default="auto", help="auto, symmetric or p2p, as of a mesh (default auto)"
     )
     parser.add_argument("--per-node", type=int, help="ranks of a node, where nodes are parts of one machine")
+    parser.add_argument("--kernel", help="local kernel by name (default: what the library chooses)")
+    parser.add_argument(
+        "--messages",
+        type=size,
+        nargs=2,
+        metavar=("SMALL", "LARGE"),
+        help="bytes that links are measured with (default 64k 64M on GPUs, 16k 2M on CPUs): less for slow "
+        "links",
+    )
 
 
 def calibrate_command(args: argparse.Namespace) -> str:
@@ -207,9 +216,20 @@ def calibrate_command(args: argparse.Namespace) -> str:
         raise ValueError(f"--head-dim is {args.head_dim}, but must be a multiple of {HEAD_DIM_STEP}")
     if args.rows and min(args.rows) < 1:
         raise ValueError(f"--rows has {min(args.rows)}, but must be at least 1")
+    if args.messages and not 0 < args.messages[0] < args.messages[1]:
+        raise ValueError(
+            f"--messages is {args.messages[0]} {args.messages[1]}, but the second must be larger"
+        )
     device = join()
-    sizes = sizes_of(device, args.rows, args.heads, args.head_dim, args.group)
-    topology = calibrate(sizes, device, name=args.name, per_node=args.per_node, transport=args.transport)
+    sizes = sizes_of(device, args.rows, args.heads, args.head_dim, args.group, args.messages)
+    topology = calibrate(
+        sizes,
+        device,
+        name=args.name,
+        per_node=args.per_node,
+        transport=args.transport,
+        kernel=args.kernel,
+    )
     first = dist.get_rank() == 0
     if first:
         args.out.write_text(topology.text())

@@ -48,3 +48,25 @@ def test_needs_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main(["calibrate", "--out", "cluster.json"])
     assert "torchrun --nproc-per-node N -m meshattn calibrate" in capsys.readouterr().err
+
+
+def test_the_kernel_is_the_one_asked_for_or_is_refused_before_anything_is_measured() -> None:
+    def measure(group: object) -> object:
+        try:
+            return calibrate(SIZES, torch.device("cpu"), kernel=kernel).kernels.kernel
+        except ValueError as error:
+            return str(error)
+
+    kernel = "reference"
+    assert run_ranks(2, measure, "gloo") == ["reference"] * 2
+    kernel = "hopper"
+    assert all("hopper" in str(said) for said in run_ranks(2, measure, "gloo"))
+
+
+@pytest.mark.parametrize("messages", [["0", "4k"], ["4k", "4k"]], ids="-".join)
+def test_messages_that_give_no_bandwidth_are_refused(
+    messages: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--out", "cluster.json", "--messages", *messages])
+    assert "--messages" in capsys.readouterr().err
