@@ -1,0 +1,384 @@
+"""One attention layer, forward and backward, at a million tokens on the GPUs that there are.
+
+    torchrun --nproc-per-node 2 benchmarks/million_tokens.py --cut 1x2 2x1 --transport symmetric
+
+Every cut runs once: its results are held against float64 at sampled rows and keys, its peak memory against
+the formula, its time against that of the kernel alone, at the shape of its blocks. A pass through a window of
+the same length makes kernels and buffers before, and what is timed is queued behind other work, during which
+the host makes its tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import meshattn as ma
+from harness import REPORTS, Machine, Record, table, write
+from meshattn.layouts import Layout
+from meshattn.masks import MaskRule, block_intervals
+from meshattn.plan.placement import Cut
+from meshattn_kernels import BandIntervals, accumulator_dtype, choose_kernel, get_kernel
+from meshattn_kernels.contract import ACCUMULATOR_KINDS
+from rank_check import NAMES, check, oracle
+from rank_contenders import Case
+from rank_cuts import DIRECTIONS, cut_of, formula_bytes, formula_memory, name_of
+from rank_start import join, start_ranks
+from sampled_oracle import Samples, errors_of_sums, sample, sampled_errors, sums
+
+MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+LEAD_SECONDS = 1.0  # of products in front of what is timed: the host gets ahead, the clock settles
+WINDOW = (1023, 0)  # of the pass before: a thousandth of the work at a million tokens
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a cut on a transport, on the rank for which it came out worst."""
+
+    name: str
+    forward: float  # seconds
+    backward: float
+    host: float
+    errors: dict[str, float]
+    sent: dict[str, int]
+    formula: dict[str, int]
+    peak: int  # bytes beyond the arguments, what transports receive in included
+    results: int
+    buffers: int  # by the formula
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    if "RANK" not in os.environ:
+        start_ranks(None)
+    device = join(options.timeout)
+    case = Case(
+        seq_len=options.seq_len,
+        batch=1,
+        heads=options.heads,
+        kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        dtype=getattr(torch, options.dtype),
+        causal=True,
+        layout="striped",
+        kernel=options.kernel,
+    )
+    say = _Clock()
+    samples = sample(case.inputs(device), spread=options.spread, last=options.last, num_keys=options.keys)
+    say(f"{len(samples.rows)} rows and {len(samples.keys)} keys in float64")
+    exact = oracle(case, device)
+    limit = kernel_seconds(case, device)
+    say(f"the kernel alone {limit[0]:.3f} and {limit[1]:.3f} s")
+    outcomes = []
+    for kind in options.transport:
+        for cut in map(cut_of, options.cut):
+            mesh = ma.init_attention_mesh(
+                tile=cut.tile, heads=cut.heads, transport=kind, timeout=options.timeout
+            )
+            check(mesh, case, device, exact)
+            say(f"{name_of(cut)} {kind} is right on a short sequence")
+            outcomes.append(measure(f"{name_of(cut)} {kind}", mesh, cut, case, samples, device))
+            say(str(outcomes[-1]))
+            mesh.close()
+    if dist.get_rank() == 0:
+        print(report(case, outcomes, limit, samples, options))
+    wrong = [x.name for x in outcomes if x.sent != x.formula]
+    wrong += [x.name for x in outcomes if not max(x.errors.values()) <= MOST_ERROR[case.dtype]]
+    dist.barrier()
+    dist.destroy_process_group()
+    return int(bool(wrong))
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seq-len", type=int, default=2**20)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--kernel", help="local kernel by name (default: what the library chooses)")
+    parser.add_argument("--cut", nargs="+", default=["1x2", "2x1"], help="AxB, or WxAxB with a head axis")
+    parser.add_argument("--transport", nargs="+", default=["auto"], choices=("auto", "symmetric", "p2p"))
+    parser.add_argument("--spread", type=int, default=64, help="sampled rows over the whole sequence")
+    parser.add_argument("--last", type=int, default=1024, help="rows at the end, all of which are sampled")
+    parser.add_argument("--keys", type=int, default=256, help="sampled keys among the last rows")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds a rank waits for another")
+    parser.add_argument("--out", default=str(REPORTS), help="folder of the report")
+    parser.add_argument("--commit", help="name of the code, where it is no git checkout")
+    return parser.parse_args(arguments)
+
+
+class _Clock:
+    """Says on rank 0 what is done, and when."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"{time.monotonic() - self._begin:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+def kernel_seconds(case: Case, device: torch.device) -> tuple[float, float]:
+    """What the kernel needs, forward and backward, for the work of a rank if it does nothing else: measured
+    for the rank's own block of a striped sequence, scaled by the work. Collective."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    kernel = get_kernel(case.kernel or choose_kernel(None, device, case.dtype, case.head_dim, case.head_dim))
+    layout = Layout("striped", case.seq_len, ranks, -(-case.seq_len // ranks))
+    whole = block_intervals(MaskRule.build(causal=True), layout, rank, layout, rank)
+    assert isinstance(whole, BandIntervals)
+    window = replace(whole, hi=min(whole.hi, WINDOW[0] // ranks))
+    q, k, v, do = (x[:, rank::ranks].contiguous() for x in case.inputs(device))
+    exact = accumulator_dtype(case.dtype)
+    out, dq, dkv = (
+        {
+            part: torch.empty(shape, dtype=exact, device=device)
+            for part, shape in kernel.accumulator_shapes(
+                kind,
+                batch=1,
+                rows=q.shape[1],
+                heads=case.heads,
+                kv_heads=case.kv_heads,
+                head_dim=case.head_dim,
+                head_dim_v=case.head_dim,
+            ).items()
+        }
+        for kind in ACCUMULATOR_KINDS
+    )
+    scale, delta = case.head_dim**-0.5, torch.zeros_like(out["lse"])
+
+    def forward(intervals: BandIntervals) -> None:
+        kernel.forward(q, k, v, out, intervals, softmax_scale=scale, first=True)
+
+    def backward(intervals: BandIntervals) -> None:
+        lse, first = out["lse"], {"first_dq": True, "first_dkv": True}
+        kernel.backward(q, k, v, do, lse, delta, dq, dkv, intervals, softmax_scale=scale, **first)
+
+    forward(window)
+    backward(window)
+    # Twice forward: what the host makes for the backward is made meanwhile.
+    (_, ahead, back), _ = in_turn(
+        device, lambda: forward(whole), lambda: forward(whole), lambda: backward(whole)
+    )
+    scaled = case.seq_len * (case.seq_len + 1) / 2 / ranks / whole.num_pairs
+    return ahead * scaled, back * scaled
+
+
+def measure(
+    name: str, mesh: ma.AttentionMesh, cut: Cut, case: Case, samples: Samples, device: torch.device
+) -> Outcome:
+    """Forward and backward once; the worst of all ranks. Collective."""
+    seq = mesh.sequence(case.seq_len)
+    q, k, v, do = (seq.shard(x) for x in case.inputs(device))
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    results: list[Tensor] = []
+
+    def forward(window: tuple[int, int] = (-1, -1)) -> None:
+        out = ma.mesh_attention(q, k, v, seq, causal=True, window_size=window, kernel=case.kernel)
+        assert isinstance(out, Tensor)
+        results[:] = [out]
+
+    def backward() -> None:
+        results.extend(torch.autograd.grad(results[0], (q, k, v), do))
+
+    forward(WINDOW)
+    backward()
+    results.clear()
+    mesh.reset_traffic()
+    held = _allocated(device)
+    (ahead, back), host = in_turn(device, forward, backward)
+    peak = _peak(device) - held
+    if mesh.connection.copying is not None:
+        peak += mesh.connection.copying.receive_bytes
+    sent = {p: sum(x.sent_bytes for x in mesh.traffic() if x.phase == p) for p in DIRECTIONS}
+    found = dict(zip(NAMES, (x.detach() for x in results), strict=True))
+    errors = sampled_errors(samples, seq.position_ids().to(device), found)
+    both = sums((q.detach(), k.detach(), v.detach(), do), found)
+    both = both.cpu()
+    dist.all_reduce(both)
+    shape = case.shape(-(-case.seq_len // dist.get_world_size()))
+    mine = Outcome(
+        name=name,
+        forward=ahead,
+        backward=back,
+        host=host,
+        errors=errors | errors_of_sums(both),
+        sent=sent,
+        formula={p: formula_bytes(p, cut, shape) for p in DIRECTIONS},
+        peak=peak,
+        results=sum(x.nbytes for x in results) + 4 * q.shape[1] * q.shape[2],
+        buffers=formula_memory(cut, shape, mesh.split_heads(shape, device)[1]),
+    )
+    every: list[Outcome] = [mine] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    worst = {error: max(x.errors[error] for x in every) for error in mine.errors}
+    return replace(mine, errors=worst, peak=max(x.peak for x in every))
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes that tensors take now; the peak is counted from here."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+
+
+def in_turn(device: torch.device, *works: Callable[[], object]) -> tuple[list[float], float]:
+    """Seconds of each of some works that follow each other, on the slowest rank, and of the host in all.
+    Collective."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    clock = []
+    if device.type == "cuda":
+        _products(device)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(works) + 1)]
+        events[0].record()
+        begin = time.perf_counter()
+        for work, event in zip(works, events[1:], strict=True):
+            work()
+            event.record()
+        host = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        spent = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
+    else:
+        clock = [time.perf_counter()]
+        for work in works:
+            work()
+            clock.append(time.perf_counter())
+        spent = [b - a for a, b in itertools.pairwise(clock)]
+        host = sum(spent)
+    slowest = torch.tensor([*spent, host], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    *spent, host = slowest.tolist()
+    return spent, host
+
+
+def _products(device: torch.device) -> None:
+    """About ``LEAD_SECONDS`` of matrix products on a large GPU."""
+    a = torch.randn(8192, 8192, device=device).bfloat16()
+    for _ in range(round(LEAD_SECONDS * 600e12 / (2 * 8192**3))):
+        torch.mm(a, a)
+
+
+def report(
+    case: Case,
+    outcomes: list[Outcome],
+    limit: tuple[float, float],
+    samples: Samples,
+    options: argparse.Namespace,
+) -> str:
+    """Write the report and its records; returns it."""
+    ranks, machine = dist.get_world_size(), Machine.here(commit=options.commit)
+    flop = {step: x / ranks for step, x in case.flop().items()}
+    best = sum(limit)
+
+    def rate(step: str, seconds: float) -> str:
+        return f"{flop[step] / seconds / 1e12:.0f}"
+
+    head = ["cut", "forward s", "backward s", "TFLOP/s fwd", "bwd", "both", "of the kernel alone", "host s"]
+    rows = [
+        [
+            x.name,
+            f"{x.forward:.3f}",
+            f"{x.backward:.3f}",
+            *(rate(step, s) for step, s in zip(flop, (x.forward, x.backward, x.both), strict=True)),
+            f"{best / x.both:.3f}",
+            f"{x.host:.1f}",
+        ]
+        for x in outcomes
+    ]
+    rates = [rate(step, s) for step, s in zip(flop, (*limit, best), strict=True)]
+    rows.append(["kernel alone", *(f"{x:.3f}" for x in limit), *rates, "", ""])
+    errors = table(
+        ["cut", *outcomes[0].errors],
+        [[x.name, *(f"{error:.1e}" for error in x.errors.values())] for x in outcomes],
+    )
+    memory = table(
+        ["cut", "GiB sent fwd", "bwd", "peak GiB beyond arguments", "results", "buffers by formula"],
+        [
+            [x.name, *(f"{n / GIB:.2f}" for n in (*x.sent.values(), x.peak, x.results, x.buffers))]
+            for x in outcomes
+        ],
+    )
+    text = "\n\n".join(
+        [
+            f"# One layer at {case.seq_len:,} tokens on {ranks} ranks",
+            machine.describe(),
+            str(case),
+            INTRO,
+            table(head, rows),
+            f"## Errors\n\n{ERRORS.format(rows=len(samples.rows), keys=len(samples.keys))}\n\n{errors}",
+            f"## Bytes and memory of a rank\n\n{MEMORY}\n\n{memory}",
+            "",
+        ]
+    )
+    path = write(
+        "million-tokens", [(machine, _records(case, outcomes, limit, ranks))], text, Path(options.out)
+    )
+    return f"{text}written to {path}"
+
+
+INTRO = (
+    "Every cut ran once, behind a pass through a window of the same length and a second of matrix products. "
+    "Times are those of the slowest rank. The kernel alone is what it takes for a rank's own block, scaled "
+    "by the visible pairs; WxAxB is a head axis of W ranks around the tile AxB."
+)
+ERRORS = (
+    "Against float64 at {rows} rows (spread over the sequence, and all of the last ones) and {keys} keys: "
+    "the largest of a row and head, relative to the length of the exact one. dv over all keys is do over all "
+    "queries, and k * dk over all keys is q * dq over all rows: how far they are apart, relative."
+)
+MEMORY = (
+    "Sent as the transports count it, which equals the formula. The peak includes what the kernel keeps for "
+    "itself while it runs, which the formula of buffers does not."
+)
+
+
+def _records(case: Case, outcomes: list[Outcome], limit: tuple[float, float], ranks: int) -> list[Record]:
+    label = f"{case}-P{ranks}"
+    names = ("forward s", "backward s")
+    records = [Record("million", f"{label}-kernel", name, x) for name, x in zip(names, limit, strict=True)]
+    for x in outcomes:
+        mine = f"{label}-{x.name.replace(' ', '-')}"
+        for name, spent, least in zip(names, (x.forward, x.backward), limit, strict=True):
+            records.append(Record("million", mine, name, spent, "kernel alone", least / spent))
+        records += [Record("million", mine, f"error {name}", error) for name, error in x.errors.items()]
+        for step, num_bytes in x.sent.items():
+            ratio = num_bytes / x.formula[step] if x.formula[step] else None
+            records.append(Record("million", mine, f"{step} bytes", num_bytes, "formula", ratio))
+        records.append(
+            Record(
+                "million", mine, "peak bytes", x.peak, "results and buffers", x.peak / (x.results + x.buffers)
+            )
+        )
+    return records
+
+
+if __name__ == "__main__":
+    sys.exit(main())
