@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,12 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshattn as ma
-from harness import REPORTS, Machine, Record, table, write
+from harness import REPORTS
 from meshattn.layouts import Layout
 from meshattn.masks import MaskRule, block_intervals
 from meshattn.plan.placement import Cut
 from meshattn_kernels import BandIntervals, accumulator_dtype, choose_kernel, get_kernel
 from meshattn_kernels.contract import ACCUMULATOR_KINDS
+from million_report import Outcome, report
 from rank_check import NAMES, check, oracle
 from rank_contenders import Case
 from rank_cuts import DIRECTIONS, cut_of, formula_bytes, formula_memory, name_of
@@ -39,27 +40,6 @@ from sampled_oracle import Samples, errors_of_sums, sample, sampled_errors, sums
 MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 LEAD_SECONDS = 1.0  # of products in front of what is timed: the host gets ahead, the clock settles
 WINDOW = (1023, 0)  # of the pass before: a thousandth of the work at a million tokens
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of a cut on a transport, on the rank for which it came out worst."""
-
-    name: str
-    forward: float  # seconds
-    backward: float
-    host: float
-    errors: dict[str, float]
-    sent: dict[str, int]
-    formula: dict[str, int]
-    peak: int  # bytes beyond the arguments, what transports receive in included
-    results: int
-    buffers: int  # by the formula
-
-    @property
-    def both(self) -> float:
-        return self.forward + self.backward
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -96,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
             say(str(outcomes[-1]))
             mesh.close()
     if dist.get_rank() == 0:
-        print(report(case, outcomes, limit, samples, options))
+        print(report(case, outcomes, limit, samples, Path(options.out), options.commit))
     wrong = [x.name for x in outcomes if x.sent != x.formula]
     wrong += [x.name for x in outcomes if not max(x.errors.values()) <= MOST_ERROR[case.dtype]]
     dist.barrier()
@@ -284,100 +264,6 @@ def _products(device: torch.device) -> None:
     a = torch.randn(8192, 8192, device=device).bfloat16()
     for _ in range(round(LEAD_SECONDS * 600e12 / (2 * 8192**3))):
         torch.mm(a, a)
-
-
-def report(
-    case: Case,
-    outcomes: list[Outcome],
-    limit: tuple[float, float],
-    samples: Samples,
-    options: argparse.Namespace,
-) -> str:
-    """Write the report and its records; returns it."""
-    ranks, machine = dist.get_world_size(), Machine.here(commit=options.commit)
-    flop = {step: x / ranks for step, x in case.flop().items()}
-    best = sum(limit)
-
-    def rate(step: str, seconds: float) -> str:
-        return f"{flop[step] / seconds / 1e12:.0f}"
-
-    head = ["cut", "forward s", "backward s", "TFLOP/s fwd", "bwd", "both", "of the kernel alone", "host s"]
-    rows = [
-        [
-            x.name,
-            f"{x.forward:.3f}",
-            f"{x.backward:.3f}",
-            *(rate(step, s) for step, s in zip(flop, (x.forward, x.backward, x.both), strict=True)),
-            f"{best / x.both:.3f}",
-            f"{x.host:.1f}",
-        ]
-        for x in outcomes
-    ]
-    rates = [rate(step, s) for step, s in zip(flop, (*limit, best), strict=True)]
-    rows.append(["kernel alone", *(f"{x:.3f}" for x in limit), *rates, "", ""])
-    errors = table(
-        ["cut", *outcomes[0].errors],
-        [[x.name, *(f"{error:.1e}" for error in x.errors.values())] for x in outcomes],
-    )
-    memory = table(
-        ["cut", "GiB sent fwd", "bwd", "peak GiB beyond arguments", "results", "buffers by formula"],
-        [
-            [x.name, *(f"{n / GIB:.2f}" for n in (*x.sent.values(), x.peak, x.results, x.buffers))]
-            for x in outcomes
-        ],
-    )
-    text = "\n\n".join(
-        [
-            f"# One layer at {case.seq_len:,} tokens on {ranks} ranks",
-            machine.describe(),
-            str(case),
-            INTRO,
-            table(head, rows),
-            f"## Errors\n\n{ERRORS.format(rows=len(samples.rows), keys=len(samples.keys))}\n\n{errors}",
-            f"## Bytes and memory of a rank\n\n{MEMORY}\n\n{memory}",
-            "",
-        ]
-    )
-    path = write(
-        "million-tokens", [(machine, _records(case, outcomes, limit, ranks))], text, Path(options.out)
-    )
-    return f"{text}written to {path}"
-
-
-INTRO = (
-    "Every cut ran once, behind a pass through a window of the same length and a second of matrix products. "
-    "Times are those of the slowest rank. The kernel alone is what it takes for a rank's own block, scaled "
-    "by the visible pairs; WxAxB is a head axis of W ranks around the tile AxB."
-)
-ERRORS = (
-    "Against float64 at {rows} rows (spread over the sequence, and all of the last ones) and {keys} keys: "
-    "the largest of a row and head, relative to the length of the exact one. dv over all keys is do over all "
-    "queries, and k * dk over all keys is q * dq over all rows: how far they are apart, relative."
-)
-MEMORY = (
-    "Sent as the transports count it, which equals the formula. The peak includes what the kernel keeps for "
-    "itself while it runs, which the formula of buffers does not."
-)
-
-
-def _records(case: Case, outcomes: list[Outcome], limit: tuple[float, float], ranks: int) -> list[Record]:
-    label = f"{case}-P{ranks}"
-    names = ("forward s", "backward s")
-    records = [Record("million", f"{label}-kernel", name, x) for name, x in zip(names, limit, strict=True)]
-    for x in outcomes:
-        mine = f"{label}-{x.name.replace(' ', '-')}"
-        for name, spent, least in zip(names, (x.forward, x.backward), limit, strict=True):
-            records.append(Record("million", mine, name, spent, "kernel alone", least / spent))
-        records += [Record("million", mine, f"error {name}", error) for name, error in x.errors.items()]
-        for step, num_bytes in x.sent.items():
-            ratio = num_bytes / x.formula[step] if x.formula[step] else None
-            records.append(Record("million", mine, f"{step} bytes", num_bytes, "formula", ratio))
-        records.append(
-            Record(
-                "million", mine, "peak bytes", x.peak, "results and buffers", x.peak / (x.results + x.buffers)
-            )
-        )
-    return records
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""The tables and the records of one layer at a million tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from harness import Machine, Record, table, write
+from rank_contenders import Case
+from sampled_oracle import Samples
+
+GIB = 2**30
+INTRO = (
+    "Every cut ran once, behind a pass through a window of the same length and a second of matrix products. "
+    "Times are those of the slowest rank. The kernel alone is what it takes for a rank's own block, scaled "
+    "by the visible pairs; WxAxB is a head axis of W ranks around the tile AxB."
+)
+ERRORS = (
+    "Against float64 at {rows} rows (spread over the sequence, and all of the last ones) and {keys} keys: "
+    "the largest of a row and head, relative to the length of the exact one. dv over all keys is do over all "
+    "queries, and k * dk over all keys is q * dq over all rows: how far they are apart, relative."
+)
+MEMORY = (
+    "Sent as the transports count it, which equals the formula. The peak includes what the kernel keeps for "
+    "itself while it runs, which the formula of buffers does not."
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a cut on a transport, on the rank for which it came out worst."""
+
+    name: str
+    forward: float  # seconds
+    backward: float
+    host: float
+    errors: dict[str, float]
+    sent: dict[str, int]
+    formula: dict[str, int]
+    peak: int  # bytes beyond the arguments, what transports receive in included
+    results: int
+    buffers: int  # by the formula
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+def report(
+    case: Case,
+    outcomes: Sequence[Outcome],
+    limit: tuple[float, float],
+    samples: Samples,
+    folder: Path,
+    commit: str | None,
+) -> str:
+    """Write the report and its records; returns it."""
+    ranks, machine = dist.get_world_size(), Machine.here(commit=commit)
+    flop = {step: x / ranks for step, x in case.flop().items()}
+    best = sum(limit)
+
+    def rate(step: str, seconds: float) -> str:
+        return f"{flop[step] / seconds / 1e12:.0f}"
+
+    head = ["cut", "forward s", "backward s", "TFLOP/s fwd", "bwd", "both", "of the kernel alone", "host s"]
+    rows = [
+        [
+            x.name,
+            f"{x.forward:.3f}",
+            f"{x.backward:.3f}",
+            *(rate(step, s) for step, s in zip(flop, (x.forward, x.backward, x.both), strict=True)),
+            f"{best / x.both:.3f}",
+            f"{x.host:.1f}",
+        ]
+        for x in outcomes
+    ]
+    rates = [rate(step, s) for step, s in zip(flop, (*limit, best), strict=True)]
+    rows.append(["kernel alone", *(f"{x:.3f}" for x in limit), *rates, "", ""])
+    errors = table(
+        ["cut", *outcomes[0].errors],
+        [[x.name, *(f"{error:.1e}" for error in x.errors.values())] for x in outcomes],
+    )
+    memory = table(
+        ["cut", "GiB sent fwd", "bwd", "peak GiB beyond arguments", "results", "buffers by formula"],
+        [
+            [x.name, *(f"{n / GIB:.2f}" for n in (*x.sent.values(), x.peak, x.results, x.buffers))]
+            for x in outcomes
+        ],
+    )
+    text = "\n\n".join(
+        [
+            f"# One layer at {case.seq_len:,} tokens on {ranks} ranks",
+            machine.describe(),
+            str(case),
+            INTRO,
+            table(head, rows),
+            f"## Errors\n\n{ERRORS.format(rows=len(samples.rows), keys=len(samples.keys))}\n\n{errors}",
+            f"## Bytes and memory of a rank\n\n{MEMORY}\n\n{memory}",
+            "",
+        ]
+    )
+    path = write("million-tokens", [(machine, _records(case, outcomes, limit, ranks))], text, folder)
+    return f"{text}written to {path}"
+
+
+def _records(case: Case, outcomes: Sequence[Outcome], limit: tuple[float, float], ranks: int) -> list[Record]:
+    label = f"{case}-P{ranks}"
+    names = ("forward s", "backward s")
+    records = [Record("million", f"{label}-kernel", name, x) for name, x in zip(names, limit, strict=True)]
+    for x in outcomes:
+        mine = f"{label}-{x.name.replace(' ', '-')}"
+        for name, spent, least in zip(names, (x.forward, x.backward), limit, strict=True):
+            records.append(Record("million", mine, name, spent, "kernel alone", least / spent))
+        records += [Record("million", mine, f"error {name}", error) for name, error in x.errors.items()]
+        for step, num_bytes in x.sent.items():
+            ratio = num_bytes / x.formula[step] if x.formula[step] else None
+            records.append(Record("million", mine, f"{step} bytes", num_bytes, "formula", ratio))
+        records.append(
+            Record(
+                "million", mine, "peak bytes", x.peak, "results and buffers", x.peak / (x.results + x.buffers)
+            )
+        )
+    return records
