@@ -154,11 +154,11 @@ class Comparison:
         ]
 
 
-def topologies_of(topology: Topology, p2p: Sequence[float] | None) -> dict[str, Topology]:
+def topologies_of(topology: Topology, p2p: Link | None) -> dict[str, Topology]:
     """By transport: ``p2p`` is NCCL's link where the topology is that of copy engines."""
     sockets = topology
     if p2p:
-        sockets = replace(topology, gpus_per_node=1, gpus_per_nic=1, between=Link(*p2p))
+        sockets = replace(topology, gpus_per_node=1, gpus_per_nic=1, between=p2p)
     free = Link(gb_per_s=1e9)
     return {
         "symmetric": topology,
@@ -191,7 +191,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for source, name in args.set:
         topology = load_topology(name)
         lines = [json.loads(line) for line in Path(source).read_text().splitlines()]
-        comparison = Comparison.of(lines, topologies_of(topology, args.p2p if name in presets() else None))
+        nccl = Link(*args.p2p) if args.p2p and name in presets() else None
+        comparison = Comparison.of(lines, topologies_of(topology, nccl))
         where = (
             f"{lines[0]['device']}; {lines[0]['versions']}; commit {lines[0]['commit']}; {lines[0]['date']}"
         )

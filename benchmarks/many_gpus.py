@@ -3,9 +3,9 @@
     python benchmarks/many_gpus.py --ranks 8
 
 Self-test, links and kernels, tables, slowed links, a million tokens, training: each in processes of its own
-with a limit of its own, so that one that fails or hangs costs nothing but its figures. With fewer GPUs than
-ranks the ranks share them (see virtual_cluster.py) and the sizes are small: that tries the script, and its
-times mean nothing.
+with a limit of its own, so that one that fails or hangs costs nothing but its figures. The report is written
+behind every one of them. With fewer GPUs than ranks the ranks share them, without any they run on the CPU
+(see virtual_cluster.py), and the sizes are small: that tries the script, and its times mean nothing.
 """
 
 from __future__ import annotations
@@ -18,19 +18,91 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from grounding import Comparison, topologies_of
 from harness import REPORTS, Machine, Record, table, write
 from meshattn.plan import Tile, tiles
 from meshattn.plan.placement import Cut
-from virtual_cluster import KERNEL_OF_SHARED_GPUS, find_gpus
+from meshattn.plan.topology import Topology, load_topology
+from virtual_cluster import KERNEL_OF_SHARED_GPUS, find_gpus, interrupt
 
 HERE = Path(__file__).resolve().parent
 TRAIN = HERE.parent / "launch" / "train.py"
-TOPOLOGY = "topology.json"
+TOPOLOGY, SOCKETS = "topology.json", "nccl.json"  # of "auto" and of "p2p"
 _SPARE = 15.0  # seconds beyond its limit for a program that keeps it itself, and says more
+_FIRST_LINES, _LAST_LINES = 12, 60  # of what a step says, in the report
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of all steps, as options of their programs, by what the ranks run on."""
+
+    name: str  # behind that of the report
+    device: str
+    model: str
+    lengths: str
+    million: int
+    slow: str
+    rate: float  # MB/s of slowed links
+    train: str
+    blocks: str
+    transports: str
+    beside: str = ""
+    kernel: str = ""
+
+    @property
+    def real(self) -> bool:
+        """Whether every rank has a GPU of its own."""
+        return self.name == ""
+
+
+def scale_of(ranks: int, gpus: int) -> Scale:
+    """That of so many ranks on so many GPUs."""
+    if gpus >= ranks:
+        return Scale(
+            name="",
+            device="cuda",
+            model="--heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16",
+            lengths="32768 131072",
+            million=2**20,
+            slow="--seq-len 32768 --heads 16 --head-dim 64 --dtype bfloat16",
+            rate=1000,
+            train=f"--layers 16 --dim 2048 --heads 16 --kv-heads 4 --seq-len {32_768 * ranks} "
+            "--dtype bfloat16",
+            blocks="--heads 32 16 8 --rows 4k 16k 32k --head-dim 128 --group 4",
+            transports="symmetric p2p",
+            beside="--one-gpu --torch cudnn flash",
+        )
+    if gpus:
+        return Scale(
+            name="-virtual",
+            device="cuda",
+            model="--heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16",
+            lengths="8192",
+            million=2**16,
+            slow="--seq-len 8192 --heads 16 --head-dim 64 --dtype bfloat16",
+            rate=250,
+            train="--layers 4 --dim 512 --heads 4 --kv-heads 2 --seq-len 16384 --dtype bfloat16",
+            blocks="--heads 32 8 --rows 1k 2k --head-dim 128 --group 4",
+            transports="symmetric p2p",
+            kernel=KERNEL_OF_SHARED_GPUS,  # the blocks of others wait for each other
+        )
+    return Scale(
+        name="-cpu",
+        device="cpu",
+        model="--heads 8 --kv-heads 8 --head-dim 16 --dtype float32",
+        lengths="256",
+        million=1024,
+        slow="--seq-len 256 --heads 4 --head-dim 32",
+        rate=20,
+        train="--layers 1 --dim 32 --heads 4 --seq-len 512",
+        blocks="--heads 8 --rows 32 64 --head-dim 16 --messages 16k 256k",
+        transports="p2p",
+        kernel="reference",
+    )
 
 
 @dataclass(frozen=True)
@@ -50,55 +122,45 @@ class Step:
     rate: float | None = None
 
 
-def steps(ranks: int, *, real: bool, out: Path) -> list[Step]:
-    """What is run, in order; of real GPUs the limits add up to less than eight minutes."""
+def steps(ranks: int, scale: Scale, out: Path) -> list[Step]:
+    """What is run, in order; the limits add up to less than eight minutes."""
     distributed, square = str(HERE / "distributed.py"), squarest(ranks)
-    model = "--heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16"
-    both, timed = "--transport symmetric p2p", "--rounds 3 --turn-ms 150 --timeout 60"
-    lengths, long, beside = ("32768 131072", 1_048_576, "--one-gpu --torch cudnn flash")
-    slow_length, rate = 32_768, 1000
-    sizes = f"--layers 16 --dim 2048 --heads 16 --kv-heads 4 --seq-len {32_768 * ranks}"
-    if not real:
-        lengths, long, beside, slow_length, rate = "8192", 65_536, "", 8192, 250
-        sizes = "--layers 4 --dim 512 --heads 4 --kv-heads 2 --seq-len 16384"
-    # The blocks of other kernels wait for each other, which can go wrong where ranks share a GPU.
-    chosen = ["--kernel", KERNEL_OF_SHARED_GPUS] if not real else []
+    self_test, train = str(HERE / "self_test.py"), str(TRAIN)
+    moved, timed = f"--transport {scale.transports}", "--rounds 3 --turn-ms 150 --timeout 60"
     half = ranks // 2
     cuts = [*tiles(ranks), Cut(2, Tile(1, half)), Cut(2, squarest(half)), Cut(ranks, Tile(1, 1))]
     named = " ".join(dict.fromkeys(str(cut) for cut in cuts))
-    train = f"{sizes} --dtype bfloat16 --device cuda --lr 3e-4 --warmup 4 --timeout 60"
+    tested = "" if scale.device == "cuda" else "--dtype float32 --head-dim 16"
+    trained = f"{scale.train} --device {scale.device} --lr 3e-4 --warmup 4 --timeout 60"
+    mine, nccl = out / TOPOLOGY, out / SOCKETS
+    best = scale.transports.split()[0]
     found = [
-        ("self-test", str(HERE / "self_test.py"), both, 45, None),
-        ("calibrate", "-m", f"meshattn calibrate --out {out / TOPOLOGY} --head-dim 128 --group 4", 35, None),
+        ("self-test", self_test, f"{moved} {tested}", 45, None),
+        ("calibrate", "-m", f"meshattn calibrate --out {mine} {scale.blocks}", 35, None),
+        ("calibrate-nccl", "-m", f"meshattn calibrate --out {nccl} {scale.blocks} --transport p2p", 30, None),
         (
             "tables",
             distributed,
-            f"--seq-len {lengths} {model} --tile {named} {both} {beside} {timed}",
-            130,
+            f"--seq-len {scale.lengths} {scale.model} --tile {named} {moved} {scale.beside} {timed}",
+            120,
             None,
         ),
-        (
-            "slow-links",
-            distributed,
-            f"--seq-len {slow_length} --heads 16 --head-dim 64 --dtype bfloat16 --no-bare --rounds 3",
-            50,
-            rate,
-        ),
+        ("slow-links", distributed, f"{scale.slow} --no-bare --rounds 3", 45, scale.rate),
         (
             "million",
             distributed,
-            f"--seq-len {long} {model} --tile auto {square} --topology dgx-h200 --transport symmetric "
-            "--no-bare --rounds 1 --turn-ms 1 --timeout 100",
-            110,
+            f"--seq-len {scale.million} {scale.model} --tile auto {square} --topology dgx-h200 "
+            f"--transport {best} --no-bare --rounds 1 --turn-ms 1 --timeout 100",
+            105,
             None,
         ),
-        ("train-mesh", str(TRAIN), f"--attention mesh {train} --steps 10", 70, None),
-        ("train-ring", str(TRAIN), f"--attention ring {train} --steps 4", 40, None),
+        ("train-mesh", train, f"--attention mesh {trained} --steps 10", 65, None),
+        ("train-ring", train, f"--attention ring {trained} --steps 4", 35, None),
     ]
+    kernel = ["--kernel", scale.kernel] if scale.kernel else []
     return [
-        Step(name, (program, *options.split(), *chosen, *_written(program, out / name)), limit, rate)
+        Step(name, (program, *options.split(), *kernel, *_written(program, out / name)), limit, rate)
         for name, program, options, limit, rate in found
-        if real or program != "-m"  # it times the library's own kernel
     ]
 
 
@@ -114,15 +176,15 @@ def _written(program: str, folder: Path) -> list[str]:
     return ["--log-file", str(folder / "log.jsonl")] if program == str(TRAIN) else ["--out", str(folder)]
 
 
-def command(step: Step, ranks: int, *, real: bool) -> list[str]:
-    """How a step is started: one rank a GPU of one host, or as nodes, or as ranks that share GPUs."""
-    if real and step.rate is None:
+def command(step: Step, ranks: int, scale: Scale) -> list[str]:
+    """How a step is started: one rank a GPU of one host, or as nodes, or as ranks that share a machine."""
+    if scale.real and step.rate is None:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         return [sys.executable, *start, *step.program]
     network = ["--no-network"] if step.rate is None else ["--rate", f"{step.rate:g}"]
     limit = ["--timeout", f"{step.limit:g}"]
-    cluster = [str(HERE / "virtual_cluster.py"), "--ranks", str(ranks), "--device", "cuda", *network, *limit]
-    return [sys.executable, *cluster, "--", *step.program]
+    cluster = [str(HERE / "virtual_cluster.py"), "--ranks", str(ranks), "--device", scale.device]
+    return [sys.executable, *cluster, *network, *limit, "--", *step.program]
 
 
 @dataclass(frozen=True)
@@ -135,7 +197,7 @@ class Outcome:
     said: str
 
 
-def run(step: Step, ranks: int, *, real: bool, out: Path) -> Outcome:
+def run(step: Step, ranks: int, scale: Scale, out: Path) -> Outcome:
     """Run a step to its end or its limit; what it says goes to a file of its folder, too."""
     folder = out / step.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +205,7 @@ def run(step: Step, ranks: int, *, real: bool, out: Path) -> Outcome:
     began = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
-            command(step, ranks, real=real), stdout=file, stderr=file, start_new_session=True
+            command(step, ranks, scale), stdout=file, stderr=file, start_new_session=True
         )
         try:
             code = process.wait(step.limit + _SPARE)
@@ -165,14 +227,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def training(out: Path) -> tuple[str, list[Record]]:
-    """Tokens a second of both runs, and how far their losses are apart."""
+def training(out: Path, records: list[Record]) -> str:
+    """Tokens a second of both runs, and how far their losses are apart; its figures become records."""
     runs = {}
     for kind in ("mesh", "ring"):
         log = out / f"train-{kind}" / "log.jsonl"
         lines = log.read_text().splitlines() if log.exists() else []
         runs[kind] = [json.loads(line) for line in lines]
-    records, said = [], []
+    said = []
     for kind, run in runs.items():
         if len(run) > 1:
             pace = statistics.median(one["tokens"] / one["seconds"] for one in run[1:])
@@ -182,40 +244,73 @@ def training(out: Path) -> tuple[str, list[Record]]:
     if apart:
         records.append(Record("many-gpus", "train", "largest loss difference", max(apart), "ring"))
         said.append(f"The losses of their {len(apart)} first steps differ by {max(apart):.1e} at most.")
-    return "\n".join(said), records
+    return "\n".join(said)
 
 
-def predictions(out: Path) -> str:
-    """What the emulator says of the tables, on the topology that was measured beside them."""
-    records = [str(path) for path in sorted((out / "tables").glob("*.jsonl"))]
-    topology = out / TOPOLOGY
-    if not records or not topology.exists():
+def predictions(out: Path, rate: float) -> str:
+    """What the emulator says of the tables, on the topologies that were measured beside them."""
+    if not (out / TOPOLOGY).exists():
         return ""
-    command = [sys.executable, str(HERE / "grounding.py"), *records, "--topology", str(topology)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return done.stdout.strip() or done.stderr.strip()
+    here = load_topology(out / TOPOLOGY)
+    nccl = load_topology(out / SOCKETS) if (out / SOCKETS).exists() else here
+    link = nccl.inside if nccl.between is None else nccl.between
+    by_step = {
+        "tables": topologies_of(here, link),
+        "slow-links": topologies_of(here, replace(link, gb_per_s=rate / 1e3)),
+        "million": topologies_of(here, link),
+    }
+    parts = [_compared(out / name, topologies) for name, topologies in by_step.items()]
+    return "\n\n".join(part for part in parts if part)
 
 
-def report(outcomes: Sequence[Outcome], ranks: int, *, real: bool, out: Path) -> Path:
+def _compared(folder: Path, topologies: dict[str, Topology]) -> str:
+    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    found = Comparison.of(map(json.loads, lines), topologies)
+    return f"### {folder.name}\n\n{found.text()}" if found.rows else ""
+
+
+def report(
+    outcomes: Sequence[Outcome], ranks: int, scale: Scale, out: Path, *, predict: bool = False
+) -> Path:
     """How every step ended and what it said; the figures lie in the folders of the steps."""
     machine = Machine.here()
     rows = [
         [x.step.name, "good" if x.code == 0 else f"code {x.code}", f"{x.seconds:.0f}", f"{x.step.limit:.0f}"]
         for x in outcomes
     ]
-    trained, records = training(out)
-    where = f"{ranks} GPUs" if real else f"{ranks} ranks that share GPUs: a trial, its times mean nothing"
+    records: list[Record] = []
+    trained = _or_why(lambda: training(out, records))
+    on = "GPUs" if scale.device == "cuda" else "the CPU"
+    where = (
+        f"{ranks} GPUs" if scale.real else f"{ranks} ranks that share {on}: a trial, its times mean nothing"
+    )
     parts = [f"# {where}", machine.describe(), table(["step", "ended", "seconds", "limit"], rows)]
     parts += [f"## Training\n\n{trained}"] if trained else []
-    predicted = predictions(out)
+    predicted = _or_why(lambda: predictions(out, scale.rate)) if predict else ""
     parts += [f"## Predicted and measured\n\n{predicted}"] if predicted else []
     for outcome in outcomes:
         records.append(Record("many-gpus", outcome.step.name, "seconds", outcome.seconds))
         records.append(Record("many-gpus", outcome.step.name, "code", outcome.code))
-        tail = "\n".join(outcome.said.strip().splitlines()[-60:])
-        parts.append(f"## {outcome.step.name}\n\n`{' '.join(outcome.step.program[1:])}`\n\n{tail}")
-    name = f"many-gpus-{ranks}" + ("" if real else "-virtual")
-    return write(name, [(machine, records)], "\n\n".join([*parts, ""]), out)
+        parts.append(
+            f"## {outcome.step.name}\n\n`{' '.join(outcome.step.program[1:])}`\n\n{_ends(outcome.said)}"
+        )
+    return write(f"many-gpus-{ranks}{scale.name}", [(machine, records)], "\n\n".join([*parts, ""]), out)
+
+
+def _or_why(make: Callable[[], str]) -> str:
+    """What it makes, or why it cannot: a part that is cut short must not cost the report."""
+    try:
+        return make()
+    except Exception as error:
+        return f"cannot be told: {type(error).__name__}: {error}"
+
+
+def _ends(said: str) -> str:
+    """First and last lines."""
+    lines = said.strip().splitlines()
+    if len(lines) > _FIRST_LINES + _LAST_LINES:
+        lines[_FIRST_LINES:-_LAST_LINES] = ["..."]
+    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -227,24 +322,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=REPORTS / "many-gpus", help="folder of the reports")
     options = parser.parse_args(arguments)
     gpus = len(find_gpus())
-    ranks = options.ranks or gpus
-    if ranks < 2 or gpus == 0:
+    ranks, scale = options.ranks or gpus, scale_of(options.ranks or gpus, gpus)
+    if ranks < 4 or ranks % 2:
         parser.error(
-            f"{ranks} ranks on {gpus} GPUs; this needs a GPU, and 4 or 8 ranks to show what it should"
+            f"{ranks} ranks, but tiles with two axes need an even number of at least 4: try --ranks 4"
         )
-    real = gpus >= ranks
-    chosen = steps(ranks, real=real, out=options.out)
+    chosen = steps(ranks, scale, options.out)
     unknown = set(options.only or ()) - {step.name for step in chosen}
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: steps are {' '.join(step.name for step in chosen)}")
-    outcomes = []
+    signal.signal(signal.SIGTERM, interrupt)
+    outcomes: list[Outcome] = []
     try:
         for step in chosen:
             if options.only is None or step.name in options.only:
-                outcomes.append(run(step, ranks, real=real, out=options.out))
+                outcomes.append(run(step, ranks, scale, options.out))
                 print(f"{step.name}: code {outcomes[-1].code}, {outcomes[-1].seconds:.0f} s", flush=True)
+                report(outcomes, ranks, scale, options.out)
     finally:
-        print(f"written to {report(outcomes, ranks, real=real, out=options.out)}")
+        print(f"written to {report(outcomes, ranks, scale, options.out, predict=True)}")
     return int(not outcomes or any(outcome.code for outcome in outcomes))
 
 

@@ -50,7 +50,7 @@ class CannotRun(RuntimeError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         gpus = () if options.device == "cpu" else find_gpus()
         if options.device == "cuda" and not gpus:
@@ -87,7 +87,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """For signals that are to end this program as ^C does."""
     raise KeyboardInterrupt
 
 

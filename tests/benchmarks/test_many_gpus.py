@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,35 +32,49 @@ def parser_of(program: str) -> Callable[[list[str]], Any]:
     return parse
 
 
-@pytest.mark.parametrize("real", [True, False], ids=["real", "shared"])
+SCALES = {name: many_gpus.scale_of(8, gpus) for name, gpus in (("real", 8), ("shared", 2), ("cpu", 0))}
+of_scales = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+
+
+@of_scales
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_every_step_gives_its_program_options_that_it_takes(ranks: int, real: bool, tmp_path: Path) -> None:
-    steps = many_gpus.steps(ranks, real=real, out=tmp_path)
+def test_every_step_gives_its_program_options_that_it_takes(
+    ranks: int, scale: many_gpus.Scale, tmp_path: Path
+) -> None:
+    steps = many_gpus.steps(ranks, scale, tmp_path)
     assert sum(step.limit for step in steps) <= EIGHT_MINUTES
     for step in steps:
         program, *given = step.program
         if program == "-m":
             assert given[:2] == ["meshattn", "calibrate"]
-            assert cli._parser().parse_args(given[1:]).out == tmp_path / many_gpus.TOPOLOGY
-            continue
-        assert Path(program).is_file()
-        if program == str(many_gpus.TRAIN):
-            parsed = options.parse(given)
+            parsed = cli._parser().parse_args(given[1:])
             assert (
-                options.choose_tile(parsed, ranks) and parsed.log_file == tmp_path / step.name / "log.jsonl"
+                parsed.out
+                == tmp_path
+                / {
+                    "auto": many_gpus.TOPOLOGY,
+                    "p2p": many_gpus.SOCKETS,
+                }[parsed.transport]
             )
+        elif program == str(many_gpus.TRAIN):
+            parsed = options.parse(given)
+            assert options.choose_tile(parsed, ranks)
+            assert parsed.log_file == tmp_path / step.name / "log.jsonl"
         else:
-            assert parser_of(program)(given).out == str(tmp_path / step.name)
+            assert Path(program).is_file()
+            parsed = parser_of(program)(given)
+            assert parsed.out == str(tmp_path / step.name)
+        assert parsed.kernel == (scale.kernel or None)
 
 
 def test_real_ranks_are_torchruns_and_others_those_of_a_virtual_cluster() -> None:
     here, slow = many_gpus.Step("a", ("x.py", "-y"), 9), many_gpus.Step("b", ("x.py",), 9, 250)
     start = {
-        (step.name, real): many_gpus.command(step, 4, real=real)
+        (step.name, name): many_gpus.command(step, 4, scale)
         for step in (here, slow)
-        for real in (True, False)
+        for name, scale in SCALES.items()
     }
-    assert start["a", True][1:] == [
+    assert start["a", "real"][1:] == [
         "-m",
         "torch.distributed.run",
         "--standalone",
@@ -64,32 +82,65 @@ def test_real_ranks_are_torchruns_and_others_those_of_a_virtual_cluster() -> Non
         "x.py",
         "-y",
     ]
-    assert start["a", False][-3:] == ["--", "x.py", "-y"] and "--no-network" in start["a", False]
-    for real in (True, False):
-        assert start["b", real][start["b", real].index("--rate") + 1] == "250"
-        assert "--no-network" not in start["b", real]
+    for name in ("shared", "cpu"):
+        assert start["a", name][-3:] == ["--", "x.py", "-y"] and "--no-network" in start["a", name]
+    for name, scale in SCALES.items():
+        assert start["b", name][start["b", name].index("--rate") + 1] == "250"
+        assert start["b", name][start["b", name].index("--device") + 1] == scale.device
+        assert "--no-network" not in start["b", name]
 
 
 def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(many_gpus, "command", lambda step, ranks, real: [sys.executable, *step.program])
+    monkeypatch.setattr(many_gpus, "command", lambda step, ranks, scale: [sys.executable, *step.program])
     monkeypatch.setattr(many_gpus, "_SPARE", 0.2)
     programs = [
         many_gpus.Step("good", ("-c", "print('it works')"), 60),
         many_gpus.Step("bad", ("-c", "raise SystemExit(3)"), 60),
         many_gpus.Step("slow", ("-c", "import time; time.sleep(99)"), 0),
     ]
-    outcomes = [many_gpus.run(step, 2, real=False, out=tmp_path) for step in programs]
+    outcomes = [many_gpus.run(step, 2, SCALES["shared"], tmp_path) for step in programs]
     assert [outcome.code for outcome in outcomes] == [0, 3, 124]
     for kind, losses in (("mesh", [4.0, 2.0, 1.0]), ("ring", [4.0, 2.2])):
         lines = [json.dumps({"loss": loss, "tokens": 10, "seconds": 0.5}) for loss in losses]
         (tmp_path / f"train-{kind}").mkdir()
         (tmp_path / f"train-{kind}" / "log.jsonl").write_text("\n".join(lines))
-    path = many_gpus.report(outcomes, 2, real=False, out=tmp_path)
+    (tmp_path / many_gpus.TOPOLOGY).write_text("{}")  # a measurement that was cut short
+    path = many_gpus.report(outcomes, 2, SCALES["shared"], tmp_path, predict=True)
     text = path.read_text()
-    assert "it works" in text
+    assert "it works" in text and "cannot be told: ValueError" in text
     assert "mesh: 20 tokens/s" in text and "2 first steps differ by 9.1e-02" in text
     records = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
     codes = {record["case"]: record["ours"] for record in records if record["metric"] == "code"}
     assert codes == {outcome.step.name: outcome.code for outcome in outcomes}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+def test_one_that_is_stopped_ends_its_step_and_tells_what_there_is(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        many_gpus.__file__,
+        "--ranks",
+        "4",
+        "--out",
+        str(tmp_path),
+        "--only",
+        "self-test",
+    ]
+    stopped = subprocess.Popen(
+        [*command, "--out", str(tmp_path)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    started = tmp_path / "self-test" / "output.txt"
+    deadline = time.monotonic() + 60
+    while not (started.exists() and "virtual cluster" in started.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    stopped.send_signal(number)
+    stopped.communicate(timeout=30)
+    assert "all ranks have been ended" in started.read_text()
+    assert list(tmp_path.glob("*-many-gpus-4-cpu.md")) and list(tmp_path.glob("*-many-gpus-4-cpu.jsonl"))
