@@ -115,9 +115,20 @@ class Program:
             to=self.owners[neighbour(self.rank, transfer.axis, transfer.offset)],
             source=self.owners[neighbour(self.rank, transfer.axis, -transfer.offset)],
             slot=transfer.recv_slot - 1 if transfer.inward else transfer.recv_slot,
+            made=not transfer.inward,
+            again=transfer.number in self._refilled,
         )
         sends, receives = self.hops.sends(transfer), self.hops.receives(transfer)
         return Move(transfer, self.transports[transfer.axis], message, sends, receives)
+
+    @cached_property
+    def _refilled(self) -> frozenset[int]:
+        """Transfers whose chunk slot is filled again by a later one."""
+        slots: dict[tuple[str, int], list[int]] = {}
+        for transfer in self.schedule.transfers:
+            if transfer.inward:
+                slots.setdefault((transfer.axis, transfer.recv_slot), []).append(transfer.number)
+        return frozenset(number for users in slots.values() for number in users[:-1])
 
     def chunks(self, block: Block) -> tuple[int, int]:
         """Query and key chunk of a block."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshattn.transport.symmetric import Region
+from meshattn.transport.exchange import Region
 
 COMPUTE, COMM = 11, 12
 

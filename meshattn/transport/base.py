@@ -22,7 +22,7 @@ class TransportError(RuntimeError):
     """A transfer failed or timed out; the message names the step, the transfer and the peer."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Message:
     """One exchange, as seen by one rank; ranks are counted inside the mesh, 0 to P - 1."""
 
@@ -33,6 +33,11 @@ class Message:
     to: int
     source: int
     slot: int = 0  # which of the receiver's buffers is filled, the same on all ranks
+    made: bool = True
+    """Whether what is sent was made since the pass began. If not, it was there then, or came by an exchange
+    that has been waited for: it need not wait for other work to end."""
+    again: bool = False
+    """Whether the slot is filled again in the same pass, by an exchange of which nothing is ``made``."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshattn.transport.base import Transport, TransportError
+from meshattn.transport.exchange import CopyEngine
 from meshattn.transport.hosts import (
     Fleet,
     Place,
@@ -28,7 +29,7 @@ from meshattn.transport.hosts import (
     try_copy_engines,
 )
 from meshattn.transport.p2p import P2PTransport
-from meshattn.transport.symmetric import CopyEngine, SymmetricTransport
+from meshattn.transport.symmetric import SymmetricTransport
 from meshattn.transport.threads import SimulatedGroup, ThreadTransport
 
 Group = dist.ProcessGroup | DeviceMesh | SimulatedGroup | Sequence[int]

@@ -24,7 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshattn.transport.base import TransportError
 from meshattn.transport.cuda_driver import CudaStreamOps
-from meshattn.transport.symmetric import CopyEngine, Region
+from meshattn.transport.exchange import CopyEngine, Region
 
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -88,7 +88,6 @@ class _Exchange:
     begun: Any  # event before it
     done: Any  # event behind it
     let_go: Callable[[], None]
-    lane: str = "nccl"
 
     def has_begun(self) -> bool:
         return bool(self.begun.query())

@@ -5,13 +5,13 @@ Every rank has the same slots. There are two kinds of flags, of 32 bits:
 ready     beside a slot, on the receiver: 1 when the bytes have arrived.
 granted   on the sender, one for each receiver and slot: 1 when it may fill that slot.
 
-    receiver    after its last use of the slot: ready = 0; granted = 1 (on the sender)
+    receiver    after its last use of the slot: granted = 1 (on the sender)
     sender      wait granted == 1; granted = 0; copy into the slot; ready = 1 (on the receiver)
-    receiver    wait ready == 1; use the bytes
+    receiver    wait ready == 1; ready = 0; use the bytes
 
-Both waits look at local memory and both flags are undone before they are used again, so the same operations
-can be repeated, also by a CUDA graph, and memory full of zeros is the state to begin with. Who fills a slot
-may change from one exchange to the next.
+Both waits look at local memory and who waits for a flag undoes it, so the same operations can be repeated,
+also by a CUDA graph, and memory full of zeros is the state to begin with. Who fills a slot may change from
+one exchange to the next.
 """
 
 from __future__ import annotations

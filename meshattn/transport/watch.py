@@ -1,16 +1,16 @@
 """Finds exchanges that do not end although nothing of this rank holds them up, without stopping the host.
 
 Where exchanges run on GPU streams the host goes on at once, so nobody sits in a wait that could time out. A
-thread looks at the oldest exchange of each lane now and then: once all that precedes it on this rank is
-done, it has ``timeout`` seconds to end. Then the watch remembers the failure, which the next call raises,
-and lets go of everything that waits: a blocked stream would make every later synchronisation hang.
+thread looks at the oldest exchange now and then: once all that precedes it on this rank is done, it has
+``timeout`` seconds to end. Then the watch remembers the failure, which the next call raises, and lets go of
+everything that waits: a blocked stream would make every later synchronisation hang.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -22,12 +22,8 @@ _RESCUE_PAUSE = 0.005
 
 
 class Pending(Protocol):
-    """One end of an exchange that streams have been told to wait for."""
-
-    @property
-    def lane(self) -> str:
-        """Exchanges of a lane end in the order in which they were added."""
-        ...
+    """One end of an exchange that streams have been told to wait for. They end in the order in which they
+    are added."""
 
     @property
     def failure(self) -> str:
@@ -35,7 +31,7 @@ class Pending(Protocol):
         ...
 
     def has_begun(self) -> bool:
-        """All that this rank does before it is done."""
+        """All that this rank does before it is done, and so is what was added before it."""
         ...
 
     def is_done(self) -> bool: ...
@@ -71,8 +67,8 @@ class Watch:
         self._give_up = give_up
         self._patience = patience
         self._pause = min(_LONGEST_PAUSE, timeout / _LOOKS_PER_TIMEOUT)
-        self._lanes: defaultdict[str, deque[Pending]] = defaultdict(deque)
-        self._since: dict[str, tuple[Pending, float]] = {}
+        self._pending: deque[Pending] = deque()
+        self._since: tuple[Pending | None, float] = None, 0.0
         self._patience_ends: threading.Timer | None = None
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
@@ -90,7 +86,7 @@ class Watch:
     def add(self, pending: Pending) -> None:
         """Watch one more. Cheap, since it is called for every exchange: no lock, no look at the GPU, and the
         thread is not woken, which would take the interpreter from this one."""
-        self._lanes[pending.lane].append(pending)
+        self._pending.append(pending)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="meshattn-watch", daemon=True)
             self._thread.start()
@@ -112,17 +108,14 @@ class Watch:
             raise
 
     def _look(self) -> None:
-        """One look at all lanes."""
-        lanes = list(self._lanes.items())
-        for name, lane in lanes:
-            if _reap(lane):
-                self._stop_patience()
-            if self.failure is None and lane and self._overdue(name, lane[0]):
-                self.failure = f"{lane[0].failure} within {self._timeout:g} s"
-        if not any(lane for _, lane in lanes):
+        if self._reap():
+            self._stop_patience()
+        if self.failure is None and self._pending and self._overdue(self._pending[0]):
+            self.failure = f"{self._pending[0].failure} within {self._timeout:g} s"
+        if not self._pending:
             self._stop_patience()
         elif self.failure is not None:
-            self._rescue([pending for _, lane in lanes for pending in list(lane)])
+            self._rescue(list(self._pending))
 
     def _rescue(self, stuck: Sequence[Pending]) -> None:
         if self._patience_ends is None:
@@ -139,22 +132,22 @@ class Watch:
             self._patience_ends.cancel()
             self._patience_ends = None
 
-    def _overdue(self, lane: str, head: Pending) -> bool:
+    def _overdue(self, head: Pending) -> bool:
         now = time.monotonic()
-        known, since = self._since.get(lane, (None, now))
+        known, since = self._since
         if known is not head or not head.has_begun():
-            self._since[lane] = head, now
+            self._since = head, now
             return False
         return now - since > self._timeout
 
-
-def _reap(lane: deque[Pending]) -> bool:
-    """Take out what is done, if anything is. A lane ends in order: if its last is done, all are."""
-    done, taken = len(lane), 0
-    while done and not lane[done - 1].is_done():
-        done //= 2
-    while done or (lane and lane[0].is_done()):
-        lane.popleft().recycle()
-        done = max(0, done - 1)
-        taken += 1
-    return taken > 0
+    def _reap(self) -> bool:
+        """Take out what is done, if anything is. They end in order: if the last is done, all are."""
+        pending = self._pending
+        done, taken = len(pending), 0
+        while done and not pending[done - 1].is_done():
+            done //= 2
+        while done or (pending and pending[0].is_done()):
+            pending.popleft().recycle()
+            done = max(0, done - 1)
+            taken += 1
+        return taken > 0

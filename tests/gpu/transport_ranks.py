@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,6 +28,7 @@ from distributed import LAYOUTS, Case, assert_equals_oracle, assert_same_bits, r
 from meshattn.plan import Assignment, CallShape, Tile, tiles
 from meshattn.plan.cost import memory as formula
 from meshattn.transport.base import Message, Transport
+from meshattn.transport.exchange import Place
 
 STEPS = 200
 NBYTES = 4 * 2**20
@@ -82,15 +84,22 @@ def _control(tile: Tile) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     engine_ = mesh.connection.engine
     assert engine_ is not None
-    wait = engine_.ops.wait
-    comm = engine_.ops.comm_stream
-    engine_.ops.wait = lambda stream, *rest: stream != comm and wait(stream, *rest)  # type: ignore[method-assign]
+    wait, of, grants = engine_.ops.wait, Place.of, set[int]()
+
+    def placed(*args: Any) -> Place:
+        place = of(*args)
+        grants.add(place.granted)
+        return place
+
+    engine_.ops.wait = lambda stream, address, value: address in grants or wait(stream, address, value)  # type: ignore[method-assign]
+    Place.of = placed  # type: ignore[method-assign]
     spoilt = 0
     try:
         spoilt = _race(mesh, mesh.transports(tile, device), tile, 1, 50)
     except ma.TransportError as error:
         say(f"without grants: {error}")
         spoilt = 1
+    Place.of = of  # type: ignore[method-assign]
     torch.cuda.synchronize()
     seen = torch.tensor([spoilt])
     dist.all_reduce(seen)

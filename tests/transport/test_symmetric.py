@@ -15,17 +15,29 @@ from torch import Tensor
 import meshattn as ma
 from cases import Shape
 from distributed import Case, Packed, assert_equals_oracle, assert_same_bits, run_cases
-from fake_streams import COMM, COMPUTE, Op, SharedMemory, Shuffled, Threaded, World
+from fake_streams import COMPUTE, Op, SharedMemory, Shuffled, Threaded, World
 from meshattn.plan.assignment import Tile, tiles
 from meshattn.plan.hops import Paths
 from meshattn.testing import run_ranks
 from meshattn.transport.base import Message, Traffic, TransportError
+from meshattn.transport.exchange import CopyEngine, Place
 from meshattn.transport.slots import SlotLayout
-from meshattn.transport.symmetric import CopyEngine, SymmetricTransport
+from meshattn.transport.symmetric import SymmetricTransport
 from meshattn.transport.threads import ThreadTransport
 
 CPU = torch.device("cpu")
 NBYTES = 32
+
+
+_made: list[CopyEngine] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_watch_outlives_its_test() -> Iterator[None]:
+    """Some tests leave exchanges that never end, for which a watch would end the process."""
+    yield
+    while _made:
+        _made.pop().close()
 
 
 class Rank:
@@ -46,18 +58,23 @@ class Rank:
         self.engine = CopyEngine(
             self.ops, lambda n: memory.allocate(rank, n), rank, [10 + r for r in range(ranks)], timeout
         )
+        _made.append(self.engine)
         self.transport = SymmetricTransport(self.engine, None, Traffic())  # type: ignore[arg-type]
 
-    def message(self, slot: int, number: int = 0) -> Message:
+    def message(self, slot: int, number: int = 0, *, made: bool = True, again: bool = False) -> Message:
         left, right = (self.rank - 1) % self.ranks, (self.rank + 1) % self.ranks
-        return Message("forward", "col", "inward", f"forward step {number}/9, kv #1", left, right, slot)
+        label = f"forward step {number}/9, kv #1"
+        return Message("forward", "col", "inward", label, left, right, slot, made, again)
 
     def compute(self, run: Callable[[], object]) -> None:
         self.ops.enqueue(self.ops.stream, Op(run, name="compute"))
 
 
-def _ring_pass(rank: Rank, hops: int, slots: int, seen: list[int], tag: int) -> None:
-    """A ring as the engine runs it: start, compute on the last chunk, wait, release when both are done."""
+def _ring_pass(rank: Rank, hops: int, slots: int, seen: list[int], tag: int, made: bool = False) -> None:
+    """A ring as the engine runs it: start, compute on the last chunk, wait, release when both are done.
+
+    If what is sent is said to be made in the pass, it may also be.
+    """
     received = rank.transport.buffers("col", "inward", NBYTES, slots, CPU)
     own = torch.empty(NBYTES, dtype=torch.uint8)
     rank.compute(lambda: own.fill_(tag + rank.rank))
@@ -70,7 +87,10 @@ def _ring_pass(rank: Rank, hops: int, slots: int, seen: list[int], tag: int) -> 
 
     for hop in range(hops):
         slot = hop % slots
-        handle = rank.transport.start(rank.message(slot, hop), [current], received[slot])
+        message = rank.message(slot, hop, made=made, again=not made and hop + slots < hops)
+        if made:
+            rank.compute(lambda chunk=current: chunk.add_(100).sub_(100))
+        handle = rank.transport.start(message, [current], received[slot])
         rank.compute(lambda chunk=current: use(chunk, False))
         handle.wait()
         rank.compute(lambda chunk=current: chunk.fill_(255))  # also the own one, which may be freed now
@@ -95,13 +115,49 @@ def test_a_ring_in_any_order(ranks: int, slots: int, one_queue: bool) -> None:
         world, memory = World(seed), SharedMemory(ranks)
         members = [Rank(world, memory, r, ranks, one_queue=one_queue) for r in range(ranks)]
         seen: list[list[int]] = [[] for _ in members]
-        for tag in (0, 50, 100):
+        for number, tag in enumerate((0, 50, 100)):
             for member in members:
-                _ring_pass(member, ranks + 1, slots, seen[member.rank], tag)
+                _ring_pass(member, ranks + 1, slots, seen[member.rank], tag, made=(seed + number) % 3 == 0)
         assert world.run(), f"standstill with seed {seed}"
         for member in members:
             want = [x for tag in (0, 50, 100) for x in _expected(member.rank, ranks, ranks + 1, tag)]
             assert seen[member.rank] == want, f"seed {seed}"
+
+
+@pytest.mark.parametrize("slots", [2, 3], ids="{}-slots".format)
+def test_chunks_go_on_while_the_first_is_still_computed_with(slots: int) -> None:
+    """As far as there are slots; the others wait for those that are freed."""
+    ranks, busy = 5, [True]
+    for seed in range(5):
+        world, memory, busy[0] = World(seed), SharedMemory(ranks), True
+        members = [Rank(world, memory, r, ranks) for r in range(ranks)]
+        seen: list[list[int]] = [[] for _ in members]
+        for member in members:
+            received = member.transport.buffers("col", "inward", NBYTES, slots, CPU)
+            own = torch.full((NBYTES,), member.rank, dtype=torch.uint8)
+            current: tuple[Tensor, Any] = own, None
+            for hop in range(ranks - 1):
+                slot = hop % slots
+                message = member.message(slot, hop, made=False, again=hop + slots < ranks - 1)
+                handle = member.transport.start(message, [current[0]], received[slot])
+                if hop == 0:  # a block that takes long
+                    member.ops.enqueue(COMPUTE, Op(lambda: None, lambda: not busy[0], "long"))
+                handle.wait()
+                member.compute(lambda x=current[0], log=seen[member.rank]: log.append(int(x[0])))
+                if current[1] is not None:
+                    member.compute(lambda x=current[0]: x.fill_(255))
+                    current[1].release()
+                current = received[slot], handle
+            member.compute(lambda x=current[0], log=seen[member.rank]: log.append(int(x[0])))
+            current[1].release()
+        assert not world.run(), "the long block still runs"
+        for member in members:
+            here = [int(x[0]) for x in member.transport.buffers("col", "inward", NBYTES, slots, CPU)]
+            assert here == [(member.rank + hop + 1) % ranks for hop in range(slots)], f"seed {seed}"
+            assert not seen[member.rank]
+        busy[0] = False
+        assert world.run()
+        assert seen == [_expected(rank, ranks, ranks - 1, 0) for rank in range(ranks)], f"seed {seed}"
 
 
 def _pairs(world: World, ranks: int, slots: int, passes: int) -> list[list[int]] | None:
@@ -137,24 +193,31 @@ def test_slots_are_filled_again_only_when_free(ranks: int, slots: int) -> None:
         assert _pairs(World(seed), ranks, slots, 8) == [list(range(8))] * ranks, f"seed {seed}"
 
 
-def _without_waits(monkeypatch: pytest.MonkeyPatch, left_out: int) -> None:
-    wait = Shuffled.wait
+def _without_waits(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    """Exchanges do not wait for this flag."""
+    wait, left_out, of = Shuffled.wait, set[int](), Place.of
+
+    def placed(*args: Any) -> Place:
+        place = of(*args)
+        left_out.add(getattr(place, flag))
+        return place
 
     def some(self: Shuffled, stream: int, address: int, value: int) -> None:
-        if stream != left_out:
+        if address not in left_out:
             wait(self, stream, address, value)
 
+    monkeypatch.setattr(Place, "of", placed)
     monkeypatch.setattr(Shuffled, "wait", some)
 
 
 def test_without_grants_a_slot_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the test above can fail."""
-    _without_waits(monkeypatch, COMM)
+    _without_waits(monkeypatch, "granted")
     assert any(_pairs(World(seed), 3, 1, 8) != [list(range(8))] * 3 for seed in range(15))
 
 
 def test_without_the_ready_flag_a_slot_is_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    _without_waits(monkeypatch, COMPUTE)
+    _without_waits(monkeypatch, "ready")
     assert any(_pairs(World(seed), 2, 1, 4) != [list(range(4))] * 2 for seed in range(15))
 
 
