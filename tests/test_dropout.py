@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +64,20 @@ def test_positions_beyond_32_bits_wrap() -> None:
     offset, stride, split, jump = positions.words
     wrapped = [(offset + n * stride + (jump if n >= split else 0)) % 2**32 for n in range(6)]
     assert wrapped == [int(x) % 2**32 for x in positions.of(0, 6)]
+
+
+def test_a_pair_is_kept_by_integers_alone() -> None:
+    """Dropout as its module describes it, in Python's integers, for positions on both sides of 2^32."""
+    queries, keys = Positions(2**32 - 5, 3, 2, 7), Positions(2**31 + 9, 2**20 + 1, 3, -40)
+    dropout = Dropout(0.3, SEED, queries, keys, first_head=6)
+    kept = dropout.kept(2, 3, (0, 4), (0, 6), "cpu")
+    for batch, head, row, key in itertools.product(range(2), range(3), range(4), range(6)):
+        counter = [int(queries.of(row, row + 1)), 6 + head, batch, 0]
+        first, second, *_ = (int(word) for word in philox(SEED, *map(torch.tensor, counter)))
+        word = (first + int(keys.of(key, key + 1)) * 0x9E3779B9) % 2**32
+        word = (word ^ word >> 16) * 0x7FEB352D % 2**32
+        word = (word ^ word >> 15 ^ second) * 0x846CA68B % 2**32
+        assert bool(kept[batch, head, row, key]) == (word >= 0.3 * 2**32)
 
 
 def masks_read_from_out(case: Case) -> Tensor:
@@ -156,19 +171,36 @@ def test_as_many_are_dropped_as_asked_for(p: float) -> None:
         assert (mean - (1 - p)).abs().max() < 5 * deviation
 
 
-def test_neighbours_are_independent() -> None:
-    """Keep masks of neighbouring batches, heads, queries, keys and seeds agree by chance alone."""
-    kept = Dropout(0.5, SEED).kept(2, 2, (0, 128), (0, 128), "cpu")
+@pytest.mark.parametrize("distance", [1, 2, 8, 61, 2**12])
+def test_neighbours_are_independent(distance: int) -> None:
+    """Keep masks of neighbouring batches, heads, queries, keys and seeds agree by chance alone, whatever lies
+    between two neighbours of a chunk; so do the corners of rectangles of two rows and two keys, whose words
+    have much in common."""
+    of = Positions(5, distance)
+    kept, other = (Dropout(0.5, seed, of, of).kept(2, 2, (0, 128), (0, 128), "cpu") for seed in (SEED, 11))
+    sign = kept.double() * 2 - 1
     pairs = [
-        (kept[0], kept[1]),
-        (kept[:, 0], kept[:, 1]),
-        (kept[:, :, 1:], kept[:, :, :-1]),
-        (kept[..., 1:], kept[..., :-1]),
-        (kept, kept.mT),
-        (kept, Dropout(0.5, SEED + 1).kept(2, 2, (0, 128), (0, 128), "cpu")),
+        (sign[0], sign[1]),
+        (sign[:, 0], sign[:, 1]),
+        (sign[:, :, 1:], sign[:, :, :-1]),
+        (sign[..., 1:], sign[..., :-1]),
+        (sign, sign.mT),
+        (sign, other.double() * 2 - 1),
+        (sign[:, :, 1:, 1:] * sign[:, :, 1:, :-1], sign[:, :, :-1, 1:] * sign[:, :, :-1, :-1]),
     ]
     for x, y in pairs:
-        assert abs(float((x == y).double().mean()) - 0.5) < 5 * 0.5 / x.numel() ** 0.5
+        assert abs(float((x * y).mean())) < 5 / x.numel() ** 0.5
+
+
+def test_runs_of_keys_have_the_spread_of_independent_draws() -> None:
+    """Numbers kept among 64 keys that follow one another: the variance is that of a binomial."""
+    p, size = 0.1, 64
+    kept = Dropout(p, SEED).kept(1, 4, (0, 512), (0, 64 * 16), "cpu").double()
+    counts = kept.unflatten(-1, (-1, size)).sum(-1)
+    variance = size * p * (1 - p)
+    found = float((counts - size * (1 - p)).square().mean() / variance)
+    kurtosis = 2 + (1 - 6 * p * (1 - p)) / variance
+    assert abs(found - 1) < 5 * (kurtosis / counts.numel()) ** 0.5
 
 
 def test_nothing_is_dropped_and_drawn_without_dropout() -> None:

@@ -36,6 +36,7 @@ from meshattn_kernels.portable.backward_dash import clear_rows_kernel, dash_kern
 from meshattn_kernels.portable.backward_two_loop import dkdv_kernel, dq_kernel
 from meshattn_kernels.portable.finish import add_parts_kernel, exponents_kernel, scale_and_cast_kernel
 from meshattn_kernels.portable.forward import forward_kernel
+from meshattn_kernels.portable.scores import row_words_kernel
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of a thread block
@@ -176,11 +177,13 @@ def compile_variant(variant: Variant, target: int, tiles: launch.Tiling | None =
 
 
 def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, target: int) -> Result:
-    """Arguments not in ``types``: tables are *i32, other pointers *fp32, scales fp32, the rest i32."""
+    """Arguments not in ``types``: tables are *i32, words *i64, other pointers *fp32, scales fp32, the rest
+    i32."""
     tables = ("start", "end", "worker_start", "tasks", "steps", "counters", "tiles")
     defaults = dict.fromkeys(("scale", "cap_scale", "keep_scale"), "fp32") | {
         f"{name}_ptr": "*i32" for name in tables
     }
+    defaults["words_ptr"] = "*i64"
     signature = {
         name: "constexpr"
         if name in constants
@@ -215,6 +218,7 @@ def compile_flat_kernels(target: int) -> None:
     build(scale_and_cast_kernel, {"result_ptr": "*bf16"}, {"BLOCK": 4096}, 4, target)
     build(add_parts_kernel, {}, {"FIRST": False, "BLOCK": 4096}, 4, target)
     build(exponents_kernel, {}, {"SINGLE": False, "BLOCK": 4096}, 4, target)
+    build(row_words_kernel, {}, {"BLOCK": 512}, 4, target)
     build(clear_rows_kernel, {}, {"Q_TILE": 64, "PADDED_WIDTH": 1024}, 4, target)
 
 

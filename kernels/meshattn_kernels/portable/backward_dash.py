@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from meshattn_kernels.portable.backward_step import MASKED_IF_NEEDED, add_to_dkdv
-from meshattn_kernels.portable.scores import SCORE_NUMBERS, pack_dropout
+from meshattn_kernels.portable.scores import SCORE_NUMBERS
 from meshattn_kernels.portable.tiles import add_tile, load_tile, product, to_base
 from meshattn_kernels.portable.turns import begin_turn, end_turn
 
@@ -30,6 +30,7 @@ def dash_kernel(
     do_ptr,  # [B, C_q, H, D_v]
     exponent_ptr,  # fp32 [B, H, C_q], contiguous
     delta_ptr,
+    words_ptr,  # int64 [B, H, C_q], contiguous
     dq_ptr,  # fp32 [B, C_q, H, D], contiguous
     dk_ptr,  # fp32 [B, C_k, H_kv, D], contiguous
     dv_ptr,  # fp32 [B, C_k, H_kv, D_v], contiguous
@@ -52,15 +53,8 @@ def dash_kernel(
     kv_tiles,
     scale,
     cap_scale,
-    seed_low,
-    seed_high,
     threshold,
     keep_scale,
-    first_head,
-    q_offset,
-    q_step,
-    q_split,
-    q_jump,
     k_offset,
     k_step,
     k_split,
@@ -93,6 +87,7 @@ def dash_kernel(
     ORDERED: tl.constexpr,
 ):
     exponent_scale = to_base(scale, SINGLE)
+    dropout = threshold, (k_offset, k_step, k_split, k_jump)
     lane = tl.arange(0, Q_TILE)
     dq_offset = lane[:, None] * (heads * D) + tl.arange(0, PADDED_D)[None, :]
     dk = tl.zeros((KV_TILE, PADDED_D), tl.float32)
@@ -125,10 +120,6 @@ def dash_kernel(
         row_term = tl.cast(batch_head, tl.int64) * rows
         dq_head_ptr = dq_ptr + (batch * rows * heads + head) * D
         head_counters_ptr = counters_ptr + batch_head * query_tiles
-        dropout = pack_dropout(
-            seed_low, seed_high, threshold, batch, head, first_head,
-            q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
-        )  # fmt: skip
 
         for step in tl.range(first_step, first_step + num_steps, num_stages=STAGES, disable_licm=True):
             entry = tl.load(steps_ptr + step)
@@ -136,10 +127,10 @@ def dash_kernel(
             turn = entry >> 16  # dash.TURN_SHIFT
             r0 = query_tile * Q_TILE
             dk, dv, ds = add_to_dkdv(
-                dk, dv, k, v, q_head_ptr, do_head_ptr, exponent_ptr + row_term, delta_ptr + row_term, r0, t0,
-                start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale, cap_scale, keep_scale, dropout,
-                Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP,
-                DROPOUT, BAND, MASKED_IF_NEEDED,
+                dk, dv, k, v, q_head_ptr, do_head_ptr, exponent_ptr + row_term, delta_ptr + row_term,
+                words_ptr + row_term, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale,
+                cap_scale, keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE,
+                KV_TILE, SINGLE, SOFTCAP, DROPOUT, BAND, MASKED_IF_NEEDED,
             )  # fmt: skip
             dq = product(ds.T, k, None, SINGLE)  # [Q_TILE, PADDED_D]
 

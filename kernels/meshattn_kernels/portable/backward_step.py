@@ -36,6 +36,7 @@ def add_to_dkdv(
     do_ptr,
     exponent_ptr,
     delta_ptr,
+    words_ptr,
     r0,
     t0,
     start_ptr,
@@ -88,9 +89,9 @@ def add_to_dkdv(
     delta = load_rows(delta_ptr, r0, n_q, Q_TILE, WHOLE)
     kept = p
     if DROPOUT:
-        row = (r0 + tl.arange(0, Q_TILE))[None, :]
-        key = (t0 + tl.arange(0, KV_TILE))[:, None]
-        keep = is_kept(row, key, dropout)
+        words = load_rows(words_ptr, r0, n_q, Q_TILE, WHOLE)
+        key = t0 + tl.arange(0, KV_TILE)
+        keep = is_kept(words[None, :], key[:, None], dropout)
         kept = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
     dv = product(kept.to(do.dtype), do, dv, SINGLE)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from meshattn_kernels.portable.backward_step import MASKED, UNMASKED, add_to_dkdv
-from meshattn_kernels.portable.scores import SCORE_NUMBERS, is_kept, pack_dropout, tanh
+from meshattn_kernels.portable.scores import SCORE_NUMBERS, is_kept, tanh
 from meshattn_kernels.portable.tiles import (
     add_tile,
     load_rows,
@@ -50,6 +50,7 @@ def dkdv_kernel(
     do_ptr,  # [B, C_q, H, D_v]
     exponent_ptr,  # fp32 [B, H, C_q], contiguous
     delta_ptr,
+    words_ptr,  # int64 [B, H, C_q], contiguous
     dk_ptr,  # fp32 [B, C_k, H_kv, D], contiguous; several of them when the group is cut into parts
     dv_ptr,  # fp32 [B, C_k, H_kv, D_v], contiguous
     start_ptr,
@@ -65,15 +66,8 @@ def dkdv_kernel(
     part_stride,  # elements between the dk (and dv) of two parts
     scale,
     cap_scale,
-    seed_low,
-    seed_high,
     threshold,
     keep_scale,
-    first_head,
-    q_offset,
-    q_step,
-    q_split,
-    q_jump,
     k_offset,
     k_step,
     k_split,
@@ -118,11 +112,13 @@ def dkdv_kernel(
     dv = tl.zeros((KV_TILE, PADDED_D_V), tl.float32)
     if first < end:
         exponent_scale = to_base(scale, SINGLE)
+        dropout = threshold, (k_offset, k_step, k_split, k_jump)
         head = kv_head * group + part * part_heads
         q_ptr += batch * q_stride_b + head * q_stride_h
         do_ptr += batch * do_stride_b + head * do_stride_h
         exponent_ptr += (batch * kv_heads * group + head) * rows
         delta_ptr += (batch * kv_heads * group + head) * rows
+        words_ptr += (batch * kv_heads * group + head) * rows
         k_ptr += batch * k_stride_b + kv_head * k_stride_h
         v_ptr += batch * v_stride_b + kv_head * v_stride_h
         k = load_tile(k_ptr, t0, n_k, K_STRIDE, KV_TILE, D, PADDED_D)
@@ -131,30 +127,22 @@ def dkdv_kernel(
         masked = full - first + end - full_end
         for step in tl.range(0, masked * part_heads, num_stages=STAGES, disable_licm=True):
             n = tl.cast(step // masked, tl.int64)
-            dropout = pack_dropout(
-                seed_low, seed_high, threshold, batch, head + n, first_head,
-                q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
-            )  # fmt: skip
             r0 = masked_tile(step % masked, first, full, full_end) * Q_TILE
             dk, dv, _ds = add_to_dkdv(
                 dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, exponent_ptr + n * rows,
-                delta_ptr + n * rows, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale,
-                cap_scale, keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE,
-                KV_TILE, SINGLE, SOFTCAP, DROPOUT, BAND, MASKED,
+                delta_ptr + n * rows, words_ptr + n * rows, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k,
+                exponent_scale, cap_scale, keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D,
+                PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP, DROPOUT, BAND, MASKED,
             )  # fmt: skip
         whole = full_end - full
         for step in tl.range(0, whole * part_heads, num_stages=STAGES, disable_licm=True):
             n = tl.cast(step // whole, tl.int64)
-            dropout = pack_dropout(
-                seed_low, seed_high, threshold, batch, head + n, first_head,
-                q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
-            )  # fmt: skip
             r0 = (full + step % whole) * Q_TILE
             dk, dv, _ds = add_to_dkdv(
                 dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, exponent_ptr + n * rows,
-                delta_ptr + n * rows, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale,
-                cap_scale, keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE,
-                KV_TILE, SINGLE, SOFTCAP, DROPOUT, BAND, UNMASKED,
+                delta_ptr + n * rows, words_ptr + n * rows, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k,
+                exponent_scale, cap_scale, keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D,
+                PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP, DROPOUT, BAND, UNMASKED,
             )  # fmt: skip
 
     if DROPOUT:
@@ -174,6 +162,7 @@ def dq_kernel(
     do_ptr,  # [B, C_q, H, D_v]
     exponent_ptr,  # fp32 [B, H, C_q], contiguous
     delta_ptr,
+    words_ptr,  # int64 [B, H, C_q], contiguous
     dq_ptr,  # fp32 [B, C_q, H, D], contiguous
     start_ptr,
     end_ptr,
@@ -185,15 +174,8 @@ def dq_kernel(
     group,
     scale,
     cap_scale,
-    seed_low,
-    seed_high,
     threshold,
     keep_scale,
-    first_head,
-    q_offset,
-    q_step,
-    q_split,
-    q_jump,
     k_offset,
     k_step,
     k_split,
@@ -234,10 +216,7 @@ def dq_kernel(
     dq = tl.zeros((Q_TILE, PADDED_D), tl.float32)
     if first < end:
         exponent_scale = to_base(scale, SINGLE)
-        dropout = pack_dropout(
-            seed_low, seed_high, threshold, batch, head, first_head,
-            q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
-        )  # fmt: skip
+        dropout = threshold, (k_offset, k_step, k_split, k_jump)
         row = r0 + tl.arange(0, Q_TILE)
         start, stop = row_bounds(tl.minimum(row, n_q - 1), start_ptr, end_ptr, lo, hi, n_k, BAND)
         term = (batch * heads + head) * rows
@@ -245,6 +224,9 @@ def dq_kernel(
         # Padding repeats the last real row: this makes its p 0.
         exponent = tl.where(row < n_q, exponent, float("inf"))
         delta = load_rows(delta_ptr + term, r0, n_q, Q_TILE)
+        words = row
+        if DROPOUT:
+            words = load_rows(words_ptr + term, r0, n_q, Q_TILE)
         q_ptr += batch * q_stride_b + head * q_stride_h
         do_ptr += batch * do_stride_b + head * do_stride_h
         k_ptr += batch * k_stride_b + head // group * k_stride_h
@@ -253,14 +235,14 @@ def dq_kernel(
         do = load_tile(do_ptr, r0, n_q, DO_STRIDE, Q_TILE, D_V, PADDED_D_V)
         for tile in tl.range(full, full_end, num_stages=STAGES, disable_licm=True):
             dq = add_to_dq(
-                dq, q, do, exponent, delta, k_ptr, v_ptr, row, tile * KV_TILE, start, stop, n_k,
+                dq, q, do, exponent, delta, k_ptr, v_ptr, words, tile * KV_TILE, start, stop, n_k,
                 exponent_scale, cap_scale, keep_scale, dropout,
                 K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, SOFTCAP, DROPOUT, False,
             )  # fmt: skip
         for n in tl.range(0, full - first + end - full_end, num_stages=STAGES, disable_licm=True):
             t0 = masked_tile(n, first, full, full_end) * KV_TILE
             dq = add_to_dq(
-                dq, q, do, exponent, delta, k_ptr, v_ptr, row, t0, start, stop, n_k,
+                dq, q, do, exponent, delta, k_ptr, v_ptr, words, t0, start, stop, n_k,
                 exponent_scale, cap_scale, keep_scale, dropout,
                 K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, SOFTCAP, DROPOUT, True,
             )  # fmt: skip
@@ -278,7 +260,7 @@ def add_to_dq(
     delta,
     k_ptr,
     v_ptr,
-    row,
+    words,
     t0,
     start,
     stop,
@@ -311,7 +293,7 @@ def add_to_dq(
     if MASKED:
         p = tl.where((key[None, :] >= start[:, None]) & (key[None, :] < stop[:, None]), p, 0.0)
     if DROPOUT:
-        dp = tl.where(is_kept(row[:, None], key[None, :], dropout), dp * keep_scale, 0.0)
+        dp = tl.where(is_kept(words[:, None], key[None, :], dropout), dp * keep_scale, 0.0)
     ds = p * (dp - delta[:, None])
     if SOFTCAP:
         ds *= 1.0 - scores * scores

@@ -1,19 +1,23 @@
-"""Launches of the flat passes of ``finish``."""
+"""Launches of flat passes: those of ``finish``, and the words of rows for dropout."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from meshattn_kernels.dropout import Dropout
 from meshattn_kernels.portable.finish import add_parts_kernel, exponents_kernel, scale_and_cast_kernel
 from meshattn_kernels.portable.launch import on_device
+from meshattn_kernels.portable.scores import row_words_kernel
 from meshattn_kernels.portable.variants import Launcher
 
 FLAT_BLOCK = 4096
+WORDS_BLOCK = 512
 
 _add_parts = Launcher(add_parts_kernel)
 _scale_and_cast = Launcher(scale_and_cast_kernel)
 _turn_lse = Launcher(exponents_kernel)
+_row_words = Launcher(row_words_kernel)
 
 
 def add_parts(parts: Tensor, acc: Tensor, first: bool) -> None:
@@ -41,6 +45,16 @@ def exponents(lse: Tensor, dtype: torch.dtype) -> Tensor:
         constants = dtype == torch.float32, FLAT_BLOCK
         _turn_lse(_grid(lse), (lse, result), (lse.numel(),), (), constants, warps=4)
     return result
+
+
+def row_words(dropout: Dropout, q: Tensor) -> Tensor:
+    """int64 [B, H, C_q]: see ``scores.row_words_kernel``; q is [B, C_q, H, D]."""
+    batch, rows, heads, _ = q.shape
+    words = torch.empty(batch, heads, rows, dtype=torch.int64, device=q.device)
+    with on_device(q.device):
+        grid = -(-rows // WORDS_BLOCK), heads, batch
+        _row_words(grid, (words,), (rows, heads, *dropout.row_numbers), (), (WORDS_BLOCK,), warps=4)
+    return words
 
 
 def _grid(x: Tensor) -> tuple[int, int, int]:

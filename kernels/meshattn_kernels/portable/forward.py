@@ -11,9 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from meshattn_kernels.portable.scores import SCORE_NUMBERS, is_kept, pack_dropout, tanh
+from meshattn_kernels.portable.scores import SCORE_NUMBERS, is_kept, tanh
 from meshattn_kernels.portable.tiles import (
     from_base,
+    load_rows,
     load_tile,
     logarithm,
     masked_tile,
@@ -30,6 +31,7 @@ def forward_kernel(
     q_ptr,  # [B, C_q, H, D]
     k_ptr,  # [B, C_k, H_kv, D]
     v_ptr,  # [B, C_k, H_kv, D_v]
+    words_ptr,  # int64 [B, H, C_q], contiguous
     out_ptr,  # fp32 [B, C_q, H, D_v], contiguous
     lse_ptr,  # fp32 [B, H, C_q], contiguous
     start_ptr,
@@ -42,15 +44,8 @@ def forward_kernel(
     group,
     scale,
     cap_scale,
-    seed_low,
-    seed_high,
     threshold,
     keep_scale,
-    first_head,
-    q_offset,
-    q_step,
-    q_split,
-    q_jump,
     k_offset,
     k_step,
     k_split,
@@ -113,21 +108,21 @@ def forward_kernel(
             acc /= keep_scale
     if first < end:
         exponent_scale = to_base(scale, SINGLE)
-        dropout = pack_dropout(
-            seed_low, seed_high, threshold, batch, head, first_head,
-            q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
-        )  # fmt: skip
+        dropout = threshold, (k_offset, k_step, k_split, k_jump)
+        words = row
+        if DROPOUT:
+            words = load_rows(words_ptr + (batch * heads + head) * rows, r0, n_q, Q_TILE)
         q = load_tile(q_ptr, r0, n_q, Q_STRIDE, Q_TILE, D, PADDED_D)
         for tile in tl.range(full, full_end, num_stages=STAGES, disable_licm=True):
             acc, maximum, total = attend(
-                acc, maximum, total, q, k_ptr, v_ptr, row, tile * KV_TILE, start, stop, n_k, exponent_scale,
+                acc, maximum, total, q, k_ptr, v_ptr, words, tile * KV_TILE, start, stop, n_k, exponent_scale,
                 cap_scale, dropout,
                 K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, SOFTCAP, DROPOUT, False,
             )  # fmt: skip
         for n in tl.range(0, full - first + end - full_end, num_stages=STAGES, disable_licm=True):
             t0 = masked_tile(n, first, full, full_end) * KV_TILE
             acc, maximum, total = attend(
-                acc, maximum, total, q, k_ptr, v_ptr, row, t0, start, stop, n_k, exponent_scale,
+                acc, maximum, total, q, k_ptr, v_ptr, words, t0, start, stop, n_k, exponent_scale,
                 cap_scale, dropout,
                 K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, SOFTCAP, DROPOUT, True,
             )  # fmt: skip
@@ -151,7 +146,7 @@ def attend(
     q,
     k_ptr,
     v_ptr,
-    row,
+    words,
     t0,
     start,
     stop,
@@ -185,7 +180,7 @@ def attend(
     rescale = power(maximum - new_maximum, SINGLE)
     total = total * rescale + tl.sum(p, 1)
     if DROPOUT:
-        p = tl.where(is_kept(row[:, None], key[None, :], dropout), p, 0.0)
+        p = tl.where(is_kept(words[:, None], key[None, :], dropout), p, 0.0)
     v = load_tile(v_ptr, t0, n_k, V_STRIDE, KV_TILE, D_V, PADDED_D_V, not MASKED)
     acc = product(p.to(v.dtype), v, acc * rescale[:, None], SINGLE)
     return acc, new_maximum, total

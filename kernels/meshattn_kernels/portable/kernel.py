@@ -25,7 +25,7 @@ from meshattn_kernels.dropout import Dropout
 from meshattn_kernels.intervals import BandIntervals, Intervals
 from meshattn_kernels.portable.backward_dash import clear_rows_kernel, dash_kernel
 from meshattn_kernels.portable.backward_two_loop import dkdv_kernel, dq_kernel
-from meshattn_kernels.portable.flat import add_parts, exponents, scaled
+from meshattn_kernels.portable.flat import add_parts, exponents, row_words, scaled
 from meshattn_kernels.portable.forward import forward_kernel
 from meshattn_kernels.portable.launch import (
     Tiling,
@@ -45,14 +45,31 @@ NOMINAL_PROGRAMS = 128
 """A group of query heads is cut into parts, each its own program, up to about so many programs. A constant
 and not the number of multiprocessors, so that the order of sums follows from the shape."""
 
-_Scores = tuple[tuple[int | float, ...], tuple[bool, bool]]
-_NO_DROPOUT = 0, 0, 0, 1.0, *[0] * 9
+_NO_DROPOUT = 0, 1.0, 0, 0, 0, 0
 
 _forward = Launcher(forward_kernel)
 _dkdv = Launcher(dkdv_kernel)
 _dq = Launcher(dq_kernel)
 _dash = Launcher(dash_kernel, cooperative=True)
 _clear_rows = Launcher(clear_rows_kernel)
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What becomes of scores, for a launch.
+
+    words       of the rows, for dropout; any tensor without.
+    numbers     scale and ``scores.SCORE_NUMBERS``.
+    changed     SOFTCAP, DROPOUT.
+    """
+
+    words: Tensor
+    numbers: tuple[int | float, ...]
+    changed: tuple[bool, bool]
+
+    @property
+    def dropout(self) -> bool:
+        return self.changed[1]
 
 
 @dataclass(frozen=True)
@@ -66,13 +83,14 @@ class _Portable:
     name: ClassVar[str]
     writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset()
 
-    def _scores(self, softmax_scale: float) -> _Scores:
-        """What becomes of scores, for a launch: scale and ``scores.SCORE_NUMBERS``; SOFTCAP, DROPOUT."""
+    def _scores(self, q: Tensor, softmax_scale: float) -> _Scores:
         scale, cap_scale = softmax_scale, 1.0
         if self.softcap:
             scale, cap_scale = self.softcap, softmax_scale / self.softcap
-        dropout = _NO_DROPOUT if self.dropout is None else self.dropout.numbers
-        return (scale, cap_scale, *dropout), (self.softcap > 0, self.dropout is not None)
+        words, numbers = q, _NO_DROPOUT
+        if self.dropout is not None:
+            words, numbers = row_words(self.dropout, q), self.dropout.key_numbers
+        return _Scores(words, (scale, cap_scale, *numbers), (self.softcap > 0, self.dropout is not None))
 
     def accumulator_shapes(self, kind: AccumulatorKind, **sizes: Unpack[ChunkSizes]) -> Shapes:
         return rows_first(kind, **sizes)
@@ -121,16 +139,16 @@ class _Portable:
         out, lse = acc["out"], acc["lse"]
         q, k, v = readable(q), readable(k), readable(v)
         batch, rows, heads, _ = q.shape
-        tiles = tiles_for("forward", q, v, dropout=self.dropout is not None)
+        scores = self._scores(q, softmax_scale)
+        tiles = tiles_for("forward", q, v, dropout=scores.dropout)
         bounds = row_bounds(intervals, lse)
-        numbers, changed = self._scores(softmax_scale)
         with on_device(q.device):
             _forward(
                 (-(-rows // tiles.q_tile), heads, batch),
-                (q, k, v, out, lse, bounds.start, bounds.end),
-                (*bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2], *numbers),
+                (q, k, v, scores.words, out, lse, bounds.start, bounds.end),
+                (*bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2], *scores.numbers),
                 strides(q, k, v),
-                (*constants(tiles, q, k, v), *changed, bounds.band, first),
+                (*constants(tiles, q, k, v), *scores.changed, bounds.band, first),
                 warps=tiles.warps,
             )
 
@@ -164,7 +182,7 @@ class TritonKernel(_Portable):
             return
         q, k, v, do = readable(q), readable(k), readable(v), readable(do)
         exponent, delta = exponents(lse, q.dtype), delta.contiguous()
-        scores = self._scores(softmax_scale)
+        scores = self._scores(q, softmax_scale)
         _two_loop_dkdv(q, k, v, do, exponent, delta, dkv, intervals, scores, first_dkv)
         _two_loop_dq(q, k, v, do, exponent, delta, dq["dq"], intervals, scores, first_dq)
 
@@ -210,11 +228,11 @@ class TritonDashKernel(_Portable):
         exponent, delta = exponents(lse, q.dtype), delta.contiguous()
         batch, rows, heads, head_dim = q.shape
         _, keys, kv_heads, _ = v.shape
-        tiles = tiles_for("dash", q, v, dropout=self.dropout is not None)
+        scores = self._scores(q, softmax_scale)
+        tiles = tiles_for("dash", q, v, dropout=scores.dropout)
         table = self._table(q, k, intervals, tiles).to(q.device)
         bounds = row_bounds(intervals, exponent)
         dq_acc = dq["dq"]
-        numbers, changed = self._scores(softmax_scale)
         counters = torch.zeros(
             batch * (heads * table.query_tiles + kv_heads * table.kv_tiles),
             dtype=torch.int32,
@@ -231,16 +249,16 @@ class TritonDashKernel(_Portable):
             _dash(
                 (table.workers, 1, 1),
                 (
-                    q, k, v, do, exponent, delta, dq_acc, dkv["dk"], dkv["dv"], bounds.start, bounds.end,
-                    table.worker_start, table.tasks, table.steps, counters,
+                    q, k, v, do, exponent, delta, scores.words, dq_acc, dkv["dk"], dkv["dv"], bounds.start,
+                    bounds.end, table.worker_start, table.tasks, table.steps, counters,
                 ),
                 (
                     *bounds.band_of, intervals.n_q, intervals.n_k, rows, keys, heads, kv_heads, batch * heads,
-                    table.query_tiles, table.kv_tiles, *numbers,
+                    table.query_tiles, table.kv_tiles, *scores.numbers,
                 ),
                 strides(q, k, v, do),
                 (
-                    *constants(tiles, q, k, v, do), *changed, bounds.band, first_dq, first_dkv,
+                    *constants(tiles, q, k, v, do), *scores.changed, bounds.band, first_dq, first_dkv,
                     self.deterministic,
                 ),
                 warps=tiles.warps,
@@ -272,10 +290,9 @@ def _two_loop_dkdv(
     scores: _Scores,
     first: bool,
 ) -> None:
-    numbers, changed = scores
     batch, rows, heads, _ = q.shape
     _, keys, kv_heads, _ = v.shape
-    tiles = tiles_for("dkdv", q, v, dropout=changed[1])
+    tiles = tiles_for("dkdv", q, v, dropout=scores.dropout)
     bounds = row_bounds(intervals, exponent)
     kv_tiles = -(-keys // tiles.kv_tile)
     group = heads // kv_heads
@@ -287,13 +304,13 @@ def _two_loop_dkdv(
     with on_device(q.device):
         _dkdv(
             (kv_tiles, kv_heads * parts, batch),
-            (q, k, v, do, exponent, delta, dk, dv, bounds.start, bounds.end),
+            (q, k, v, do, exponent, delta, scores.words, dk, dv, bounds.start, bounds.end),
             (
                 *bounds.band_of, intervals.n_q, intervals.n_k, rows, keys, group, group // parts,
-                batch * keys * kv_heads, *numbers,
+                batch * keys * kv_heads, *scores.numbers,
             ),
             strides(q, k, v, do),
-            (*constants(tiles, q, k, v, do), *changed, bounds.band, first or parts > 1),
+            (*constants(tiles, q, k, v, do), *scores.changed, bounds.band, first or parts > 1),
             warps=tiles.warps,
         )  # fmt: skip
     if parts > 1:
@@ -313,17 +330,16 @@ def _two_loop_dq(
     scores: _Scores,
     first: bool,
 ) -> None:
-    numbers, changed = scores
     batch, rows, heads, _ = q.shape
-    tiles = tiles_for("dq", q, v, dropout=changed[1])
+    tiles = tiles_for("dq", q, v, dropout=scores.dropout)
     bounds = row_bounds(intervals, exponent)
     with on_device(q.device):
         _dq(
             (-(-rows // tiles.q_tile), heads, batch),
-            (q, k, v, do, exponent, delta, dq, bounds.start, bounds.end),
-            (*bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2], *numbers),
+            (q, k, v, do, exponent, delta, scores.words, dq, bounds.start, bounds.end),
+            (*bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2], *scores.numbers),
             strides(q, k, v, do),
-            (*constants(tiles, q, k, v, do), *changed, bounds.band, first),
+            (*constants(tiles, q, k, v, do), *scores.changed, bounds.band, first),
             warps=tiles.warps,
         )
 

@@ -3,10 +3,11 @@
 
 A softcap c makes scores c * tanh(scale * q k^T / c): kernels get scale / c as ``cap_scale``, take the tanh of
 ``cap_scale`` times the product, and go on with c in the place of the scale. Dropout is that of
-``meshattn_kernels.dropout``. It travels between device functions as a tuple, which is never looked at where
-DROPOUT is off:
+``meshattn_kernels.dropout``: ``row_words_kernel`` makes the two words of every row before a pass, as one
+number of 64 bits. What all keys have in common travels between device functions as a tuple, which is never
+looked at where DROPOUT is off:
 
-    seed, threshold, batch, head, positions of queries, and of keys
+    threshold, positions of keys in steps of the Weyl sequence
 
 Positions are tuples too: offset, stride, split, jump. What is kept is scaled in float32, behind the products:
 scaled before, even a probability of 1 would be rounded to the type of the inputs.
@@ -17,11 +18,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SCORE_NUMBERS = (
-    *("cap_scale", "seed_low", "seed_high", "threshold", "keep_scale", "first_head"),
-    *("q_offset", "q_step", "q_split", "q_jump", "k_offset", "k_step", "k_split", "k_jump"),
-)
+from meshattn_kernels import dropout
+
+SCORE_NUMBERS = "cap_scale", "threshold", "keep_scale", "k_offset", "k_step", "k_split", "k_jump"
 """The numbers of a launch that belong to them, in this order."""
+FIRST_MIX, LAST_MIX = tl.constexpr(dropout.MIX[0]), tl.constexpr(dropout.MIX[1])
 
 
 @triton.jit
@@ -46,21 +47,39 @@ def positions(row, of):
 
 
 @triton.jit
-def pack_dropout(
-    seed_low, seed_high, threshold, batch, head, first_head,
-    q_offset, q_step, q_split, q_jump, k_offset, k_step, k_split, k_jump,
-):  # fmt: skip
+def is_kept(words, key, dropout):
+    """Which probabilities are kept, for the words of rows and keys of shapes that broadcast together."""
+    threshold, keys = dropout
+    word = positions(key, keys).to(tl.uint32, bitcast=True) + words.to(tl.uint32)
+    word = (word ^ (word >> 16)) * FIRST_MIX
+    word = (word ^ (word >> 15) ^ (words >> 32).to(tl.uint32)) * LAST_MIX
+    return word >= tl.cast(threshold, tl.uint32, bitcast=True)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("rows", "heads", "seed_low", "seed_high", "first_head", "q_offset", "q_step", "q_split", "q_jump")
+    ]
+)
+def row_words_kernel(
+    words_ptr,  # int64 [B, H, C_q], contiguous
+    rows,
+    heads,
+    seed_low,
+    seed_high,
+    first_head,
+    q_offset,
+    q_step,
+    q_split,
+    q_jump,
+    BLOCK: tl.constexpr,
+):
+    """The words of the rows of all heads: the first in the lower half, the second in the upper."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head, batch = tl.program_id(1), tl.program_id(2)
     seed = (tl.cast(seed_high, tl.int64) << 32) | (tl.cast(seed_low, tl.int64) & 0xFFFFFFFF)
-    batch = tl.cast(batch, tl.int32)
-    head = tl.cast(head, tl.int32) + first_head
-    queries = (q_offset, q_step, q_split, q_jump)
-    keys = (k_offset, k_step, k_split, k_jump)
-    return seed, threshold, batch, head, queries, keys
-
-
-@triton.jit
-def is_kept(row, key, dropout):
-    """Which probabilities of rows and keys are kept; row and key are of shapes that broadcast together."""
-    seed, threshold, batch, head, queries, keys = dropout
-    word, _, _, _ = tl.philox(seed, positions(key, keys), positions(row, queries), head, batch)
-    return (word >> 1).to(tl.int32) >= threshold
+    position = positions(row, (q_offset, q_step, q_split, q_jump))
+    first, second, _, _ = tl.philox(seed, position, head + first_head, batch, batch * 0)
+    words = (second.to(tl.int64) << 32) | (first.to(tl.int64) & 0xFFFFFFFF)
+    words_ptr += (batch.to(tl.int64) * heads + head) * rows
+    tl.store(words_ptr + row, words, mask=row < rows)
