@@ -27,6 +27,7 @@ from tolerance import assert_close
 
 Backend = Literal["threads", "gloo"]
 LAYOUTS: tuple[LayoutKind, ...] = ("striped", "zigzag", "contiguous")
+PADDING = float("nan")
 SMALL = Shape(B=1, S=0, H=2, H_kv=1, D=8)
 
 
@@ -76,6 +77,7 @@ class Case:
     softcap: float = 0.0
     dropout_p: float = 0.0
     dropout_seed: int = 0
+    sinks: bool = False  # those of ``sinks_of``
     strided: bool = False  # inputs and gradients lie in memory with heads before rows
     heads: int = 1  # ranks of the head axis
     head_groups: int | str = "auto"
@@ -132,6 +134,8 @@ class Case:
             words.append(f"softcap{self.softcap:g}")
         if self.dropout_p:
             words.append(f"dropout{self.dropout_p:g}")
+        if self.sinks:
+            words.append("sinks")
         if self.strided:
             words.append("strided")
         words += [f"docs{packed}" for packed in (self.documents, self.kv_documents) if packed is not None]
@@ -154,13 +158,20 @@ def inputs_of(case_shape: Shape, dtype: torch.dtype, seed: int) -> Inputs:
     return make_inputs(case_shape, dtype, seed)
 
 
+def sinks_of(case: Case) -> Tensor:
+    """[H] in the type of the case."""
+    generator = torch.Generator().manual_seed(case.seed)
+    return torch.randn(case.shape.H, generator=generator, dtype=torch.float64).to(case.dtype)
+
+
 @lru_cache(maxsize=64)
 def _dense(case: Case, computed: torch.dtype) -> Results:
     inputs = inputs_of(case.shape, case.dtype, case.seed)
     options = {
         name: getattr(case, name) for name in ("softmax_scale", "softcap", "dropout_p", "dropout_seed")
     }
-    return dense(inputs, computed, **options, **case.rule)
+    sinks = sinks_of(case).to(computed) if case.sinks else None
+    return dense(inputs, computed, sinks=sinks, **options, **case.rule)
 
 
 def _global(case: Case) -> Case:
@@ -183,17 +194,17 @@ def eager(case: Case) -> Results:
 def local_rows(case: Case, rank: int, tensor: Tensor, *, keys: bool = False) -> Tensor:
     """The rows [B, L, ..] of a rank, of queries or of ``keys``. Does without ``ShardedSequence``.
 
-    NaN in its padding rows and where there are documents and the row belongs to none.
+    PADDING in its padding rows and where there are documents and the row belongs to none.
     """
     layout, packed = case.chunks, case.documents
     if keys and case.kv_layout is not None:
         layout, packed = case.key_chunks, case.kv_documents
     positions = case.positions(layout, rank)
     size = layout.rows // case.heads
-    rows = tensor.new_full((tensor.shape[0], size, *tensor.shape[2:]), float("nan"))
+    rows = tensor.new_full((tensor.shape[0], size, *tensor.shape[2:]), PADDING)
     if packed is not None:
         used = packed.positions()
-        tensor = torch.full_like(tensor, float("nan")).index_copy(
+        tensor = torch.full_like(tensor, PADDING).index_copy(
             1, torch.tensor(used, dtype=torch.int64), tensor[:, used]
         )
     rows[:, : len(positions)] = tensor[:, positions]
@@ -242,6 +253,7 @@ def run_case(mesh: AttentionMesh, case: Case, *, device: str = "cpu", **options:
         softcap=case.softcap,
         dropout_p=case.dropout_p,
         dropout_seed=case.dropout_seed,
+        sinks=sinks_of(case).to(device) if case.sinks else None,
         softmax_scale=case.softmax_scale,
         reduce_dtype=case.reduce_dtype,
         return_lse=True,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 import distributed
-from cases import Inputs, Results, Shape
-from distributed import Case, Packed, assemble, inputs_of, run_cases
+from cases import Shape
+from distributed import Case, Packed, assert_same_bits, inputs_of, run_cases
 from meshattn.plan.assignment import Tile
 from meshattn.reference import visible_pairs
+from probes import changed, results_of, with_token
 
 SHAPE = Shape(B=1, S=22, H=2, H_kv=1, D=8)
 CASES = {
@@ -31,35 +29,6 @@ CASES = {
         kv_documents=Packed((0, 2, 6, 12)),
     ),
 }
-
-
-def results_of(case: Case, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> Results:
-    """Global results of a case on these inputs."""
-    monkeypatch.setattr(distributed, "inputs_of", lambda *_: inputs)
-    return assemble(case, run_cases([case])[0])
-
-
-def changed_rows(one: Tensor, other: Tensor, rows: int) -> set[int]:
-    """Rows along dim ``rows`` of which any bit differs."""
-    differs = one.contiguous().view(torch.int64) != other.contiguous().view(torch.int64)
-    return set(differs.movedim(rows, 0).flatten(1).any(1).nonzero().flatten().tolist())
-
-
-def changed(one: Results, other: Results) -> dict[str, set[int]]:
-    return {
-        name: changed_rows(getattr(one, name), getattr(other, name), 2 if name == "lse" else 1)
-        for name in Results._fields
-    }
-
-
-def with_token(inputs: Inputs, names: str, position: int) -> Inputs:
-    """The inputs with another token at a position of some of the tensors."""
-    spoilt: dict[str, Any] = inputs._asdict()
-    for name in names.split():
-        tensor = spoilt[name].clone()
-        tensor[:, position] += 1.0
-        spoilt[name] = tensor
-    return Inputs(**spoilt)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -94,3 +63,12 @@ def test_a_query_touches_its_own_row_and_the_keys_it_sees(name: str, monkeypatch
         assert found["out"] <= own and found["dq"] <= own, position
         if len(seen) > 1:  # a row of one key is that key's value
             assert found["out"] == found["dq"] == own and found["dk"], position
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_padding_holds_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows beyond the sequence and rows that belong to no document: NaN, as everywhere here, or numbers."""
+    (before,) = run_cases([CASES[name]])
+    monkeypatch.setattr(distributed, "PADDING", 3.0)
+    (after,) = run_cases([CASES[name]])
+    assert_same_bits(before, after)

@@ -45,7 +45,7 @@ NOMINAL_PROGRAMS = 128
 """A group of query heads is cut into parts, each its own program, up to about so many programs. A constant
 and not the number of multiprocessors, so that the order of sums follows from the shape."""
 
-_NO_DROPOUT = 0, 1.0, 0, 0, 0, 0
+_NO_DROPOUT: tuple[int | float, ...] = 0, 1.0, 0, 0, 0, 0
 
 _forward = Launcher(forward_kernel)
 _dkdv = Launcher(dkdv_kernel)
