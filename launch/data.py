@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -124,9 +124,27 @@ def readable_size(path: Path) -> int:
         return os.fstat(file.fileno()).st_size
 
 
-def batch(corpus: Corpus, *, seed: int, step: int, batch_size: int, seq_len: int) -> Tensor:
-    """The windows of step `step`, int64 [batch_size, seq_len]: the same on every rank, for any rank count."""
+def documents(*, seed: int, step: int, seq_len: int, mean: int) -> list[int]:
+    """Borders, from 0 to `seq_len`, of the documents that every sequence of step `step` is packed of: random
+    lengths of `mean` on average, from 1 to twice as many but one."""
+    draw = random.Random(f"{seed} {step} documents")
+    borders = [0]
+    while borders[-1] < seq_len:
+        borders.append(min(borders[-1] + draw.randrange(1, 2 * mean), seq_len))
+    return borders
+
+
+def batch(
+    corpus: Corpus, *, seed: int, step: int, batch_size: int, seq_len: int, borders: Sequence[int] = ()
+) -> Tensor:
+    """The windows of step `step`, int64 [batch_size, seq_len]: the same on every rank, for any rank count.
+
+    A sequence is one window, or where there are `borders` a window for each of the documents between them.
+    """
     draw = random.Random(f"{seed} {step}")
-    starts = [draw.randrange(corpus.size - seq_len + 1) for _ in range(batch_size)]
-    windows = [bytearray(corpus.read(start, seq_len)) for start in starts]
-    return torch.stack([torch.frombuffer(window, dtype=torch.uint8) for window in windows]).to(torch.int64)
+    lengths = [end - start for start, end in pairwise(borders or (0, seq_len))]
+    sequences = [
+        bytearray().join(corpus.read(draw.randrange(corpus.size - length + 1), length) for length in lengths)
+        for _ in range(batch_size)
+    ]
+    return torch.stack([torch.frombuffer(ids, dtype=torch.uint8) for ids in sequences]).to(torch.int64)

@@ -25,7 +25,10 @@ class Options:
     layout: LayoutKind
     transport: str
     window: int
+    softcap: float
+    dropout: float
     seq_len: int
+    documents: int
     batch_size: int
     steps: int
     dim: int
@@ -99,7 +102,15 @@ def parse(arguments: Sequence[str] | None = None, *, speaks: bool = True) -> Opt
     )
     add("--transport", choices=("auto", "symmetric", "p2p"), default="auto", help="what moves the chunks")
     add("--window", type=int, default=-1, help="keys that a token sees before its own; -1 is all of them")
+    add("--softcap", type=float, default=0.0, help="bound of the attention scores; 0 is none")
+    add("--dropout", type=float, default=0.0, help="probability with which attention drops a pair of tokens")
     add("--seq-len", type=int, default=4096, help="tokens of a sequence, spread over all ranks")
+    add(
+        "--documents",
+        type=int,
+        default=0,
+        help="pack each sequence of documents that do not see each other, of random lengths with this mean",
+    )
     add("--batch-size", type=int, default=1, help="sequences a step")
     add("--steps", type=int, default=100)
     add("--dim", type=int, default=128)
@@ -141,15 +152,18 @@ def check(options: Options) -> None:
     for name in ("head_axis", "seq_len", "batch_size", "steps", "lr", "clip", "timeout"):
         if not 0 < getattr(options, name) < math.inf:  # NaN is in no order
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be positive")
-    for name in ("warmup", "weight_decay", "kv_heads"):
+    for name in ("warmup", "weight_decay", "kv_heads", "documents", "softcap"):
         if not 0 <= getattr(options, name) < math.inf:
             raise ValueError(
                 f"--{name.replace('_', '-')} is {getattr(options, name)}; it must not be negative"
             )
     if options.window < -1:
         raise ValueError(f"--window is {options.window}; it must be a number of keys, or -1 for all")
-    if options.seq_len < 2:
-        raise ValueError("--seq-len is 1; there is no next token to learn")
+    if not 0 <= options.dropout < 1:
+        raise ValueError(f"--dropout is {options.dropout}; it must be a probability below 1")
+    for name in ("seq_len", "documents"):
+        if getattr(options, name) == 1:
+            raise ValueError(f"--{name.replace('_', '-')} is 1; there is no next token to learn")
     if options.model.head_dim % 8:
         raise ValueError(f"--dim / --heads = {options.model.head_dim}; the head size must be a multiple of 8")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,19 +19,17 @@ KINDS: dict[str, Callable[..., object]] = {
 }
 
 
-def make_attention(
-    kind: str, seq: ma.ShardedSequence, kernel: str | None = None, window: int = -1
-) -> Attention:
+def make_attention(kind: str, seq: ma.ShardedSequence, window: int = -1, **options: Any) -> Attention:
     """Causal attention over the whole sequence, from this rank's rows.
 
     Args:
-        kernel: local kernel by name.
         window: keys that a token sees before its own, -1 for all of them.
+        options: others of ``mesh_attention``.
     """
     attend = KINDS[kind]
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend(q, k, v, seq, causal=True, window_size=(window, -1), kernel=kernel)
+        out = attend(q, k, v, seq, causal=True, window_size=(window, -1), **options)
         assert isinstance(out, Tensor)
         return out
 
@@ -68,6 +67,7 @@ def compute_gradients(
     total = torch.stack([loss.detach().double(), (labels >= 0).sum().double()])
     dist.all_reduce(total)
     model.zero_grad(set_to_none=True)
+    total[1].clamp_(min=1.0)  # documents of one token have no label
     (loss / total[1]).backward()  # type: ignore[no-untyped-call]
     sum_gradients(model)
     return StepResult(loss=float(total[0] / total[1]), tokens=int(total[1]))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import meshattn as ma
-from data import Corpus, batch, open_corpus
+from data import Corpus, batch, documents, open_corpus
 from model import Decoder
 from options import Options, choose_tile, parse
 from ranks import Place, agree, choose_device, joined
@@ -80,8 +80,8 @@ class Trainer:
         self.mesh = ma.init_attention_mesh(
             tile=tile, heads=options.head_axis, transport=options.transport, timeout=options.timeout
         )
-        self.seq = self.mesh.sequence(options.seq_len, layout=options.layout)
-        self.attention = make_attention(options.attention, self.seq, kernel, options.window)
+        self.whole = self.mesh.sequence(options.seq_len, layout=options.layout)
+        torch.manual_seed(options.seed)  # from which dropout draws
         self.model = Decoder(options.model, seed=options.seed).to(self.device)
         if options.dtype == "float64":
             self.model.double()
@@ -91,12 +91,15 @@ class Trainer:
         options = self.options
         began = time.perf_counter()
         self.mesh.reset_traffic()
-        ids = batch(
-            self.corpus, seed=options.seed, step=step, batch_size=options.batch_size, seq_len=options.seq_len
-        )
-        result = compute_gradients(
-            self.model, ids.to(self.device), self.seq, self.attention, options.autocast
-        )
+        draw = {"seed": options.seed, "step": step, "seq_len": options.seq_len}
+        seq, borders = self.whole, []
+        if options.documents:
+            borders = documents(**draw, mean=options.documents)
+            seq = self.mesh.sequence(options.seq_len, layout=options.layout, cu_seqlens=borders)
+        ids = batch(self.corpus, **draw, batch_size=options.batch_size, borders=borders)
+        scores = {"softcap": options.softcap, "dropout_p": options.dropout, "kernel": self.kernel}
+        attention = make_attention(options.attention, seq, options.window, **scores)
+        result = compute_gradients(self.model, ids.to(self.device), seq, attention, options.autocast)
         # All ranks have the same gradients: all clip alike, and weights stay equal without being sent.
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip)
         lr = warmed_up(options.lr, step, options.warmup)
@@ -153,7 +156,12 @@ def run(options: Options, place: Place) -> None:
         try:
             tile = choose_tile(options, place.ranks)
             kernel = ma.kernel_for(
-                place.device, options.torch_dtype, options.model.head_dim, kernel=options.kernel
+                place.device,
+                options.torch_dtype,
+                options.model.head_dim,
+                softcap=options.softcap,
+                dropout_p=options.dropout,
+                kernel=options.kernel,
             )
             corpus = open_corpus(options.data, need=options.seq_len)
             facts = f"{corpus.size} bytes of text, fingerprint {corpus.fingerprint}"

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,24 @@ def test_the_fingerprint_sees_names_order_and_sizes(texts: Path) -> None:
     before = data.open_corpus([a]).fingerprint
     a.write_bytes(b"longer than it was")
     assert data.open_corpus([a]).fingerprint != before
+
+
+def test_documents_are_the_same_everywhere_and_fill_the_sequence() -> None:
+    for seq_len, mean in ((2, 2), (61, 7), (4000, 50)):
+        borders = data.documents(seed=1, step=3, seq_len=seq_len, mean=mean)
+        lengths = [end - start for start, end in pairwise(borders)]
+        assert borders[0] == 0 and borders[-1] == seq_len and all(0 < x < 2 * mean for x in lengths)
+        assert borders == data.documents(seed=1, step=3, seq_len=seq_len, mean=mean)
+    assert abs(sum(lengths) / len(lengths) - 50) < 10
+    assert borders != data.documents(seed=1, step=4, seq_len=4000, mean=50)
+
+
+def test_a_packed_sequence_is_a_window_for_each_document(texts: Path) -> None:
+    corpus = data.open_corpus([texts])
+    whole = corpus.read(0, corpus.size)
+    borders = [0, 4, 4, 5, 12, 30]
+    ids = data.batch(corpus, seed=0, step=0, batch_size=2, seq_len=30, borders=borders)
+    assert ids.shape == (2, 30)
+    for sequence in ids:
+        for start, end in pairwise(borders):
+            assert bytes(sequence[start:end].tolist()) in whole

@@ -85,6 +85,9 @@ def test_tiles_that_do_not_fit_are_refused(arguments: list[str], message: str) -
     [
         (["--seq-len", "0"], "--seq-len is 0; it must be positive"),
         (["--seq-len", "1"], "no next token"),
+        (["--documents", "1"], "--documents is 1; there is no next token"),
+        (["--dropout", "1"], "--dropout is 1.0; it must be a probability below 1"),
+        (["--softcap", "-2"], "--softcap is -2.0; it must not be negative"),
         (["--warmup", "-1"], "--warmup is -1; it must not be negative"),
         (["--weight-decay", "nan"], "--weight-decay is nan; it must not be negative"),
         (["--clip", "nan"], "--clip is nan; it must be positive"),

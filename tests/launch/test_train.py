@@ -1,5 +1,6 @@
 """Training on several ranks is training on one: gradients of every weight, losses, weights."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,39 @@ def test_a_window_is_the_same_on_a_mesh_and_is_not_the_whole() -> None:
     )
     assert mesh[0] == pytest.approx([narrow, whole], rel=1e-6)
     assert abs(narrow - whole) > 1e-5
+
+
+def test_packed_documents_train_as_they_would_alone() -> None:
+    """Two ranks, three documents in one sequence: their labels and the sum of their gradients."""
+    borders = data.documents(seed=5, step=0, seq_len=67, mean=25)
+    ids = data.batch(TEXT, seed=0, step=0, batch_size=2, seq_len=67, borders=borders)
+
+    def run(seq_len: int, ids: Tensor, cu_seqlens: list[int] | None) -> tuple[steps.StepResult, Decoder]:
+        seq = ma.init_attention_mesh(timeout=60).sequence(seq_len, cu_seqlens=cu_seqlens)
+        model = Decoder(CONFIG, seed=1)
+        return steps.compute_gradients(model, ids, seq, steps.make_attention("mesh", seq)), model
+
+    def packed(group: Any) -> tuple[float, int, list[Tensor | None]]:
+        result, model = run(67, ids, borders)
+        return result.loss, result.tokens, [weight.grad for weight in model.parameters()]
+
+    def alone(group: Any) -> tuple[float, int, list[Tensor]]:
+        runs = [run(b - a, ids[:, a:b], None) for a, b in pairwise(borders)]
+        tokens = sum(result.tokens for result, _ in runs)
+        shares = [result.tokens / tokens for result, _ in runs]
+        models = [model for _, model in runs]
+        gradients = [
+            sum(share * weight.grad for share, weight in zip(shares, weights, strict=True))
+            for weights in zip(*(model.parameters() for model in models), strict=True)
+        ]
+        loss = sum(share * result.loss for share, (result, _) in zip(shares, runs, strict=True))
+        return loss, tokens, gradients
+
+    assert len(borders) > 3
+    ((loss, tokens, gradients),) = run_ranks(1, alone, backend="gloo")
+    for rank in run_ranks(2, packed, backend="gloo"):
+        assert rank[0] == pytest.approx(loss, rel=1e-6) and rank[1] == tokens
+        assert all(relative(x, y) < 1e-5 for x, y in zip(rank[2], gradients, strict=True))
 
 
 def trained(tile: str, num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
