@@ -1,21 +1,48 @@
 """Copy engines and NCCL on GPUs: bytes under random delays, the engine, ranks that die, CUDA graphs.
 
-Several ranks share a GPU where there are more ranks than GPUs; NCCL needs a GPU a rank.
+Several ranks share a GPU where there are more ranks than GPUs; NCCL needs a GPU a rank. All launches go at
+once, so this file belongs to one process of pytest.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from gpu.processes import Outcome, run_processes
+from gpu.launches import Launch, Launches
 from meshattn.transport.hosts import SHARED_GPU
 
 PROGRAM = Path(__file__).with_name("transport_ranks.py")
 SHARED = {SHARED_GPU: "1"}
+SECONDS = 4.0  # timeout of the ranks of which one dies
+KILLED = ["killed", "--timeout", str(SECONDS)]
+FSDP = ["beside", "--nccl"]
+ONE_GPU = (
+    Launch("P4-shared", ["race", "engine", "graph"], 4, 1, env=SHARED),
+    Launch("P3-shared-killed", KILLED, 3, 1, env=SHARED),
+)
+TWO_GPUS = (
+    Launch("P2", ["race", "engine", "graph", "repeat", "memory", "--nccl"], 2, 2),
+    Launch("P2-training", FSDP, 2, 2),
+    Launch("P6-shared", ["race", "engine"], 6, 2, env=SHARED),
+    Launch("P2-8-queues", ["engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}),
+    Launch("P2-1-queue", ["race", "engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    Launch("P2-killed-symmetric", KILLED, 2, 2),
+    Launch("P2-killed-p2p", [*KILLED, "--transport", "p2p", "--nccl"], 2, 2),
+    Launch("P2-killed-1-queue", KILLED, 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+)
+CHECKS = {
+    "race": "no wrong byte under random delays, and some without grants",
+    "engine": "every tile equals the oracle and repeats its bits, the same on each transport",
+    "graph": "a captured pass gives the bits of an eager one, graphs of each transport in turns",
+    "repeat": "the same bits on every run under load, on each transport, eager and captured",
+    "memory": "memory is that of the formula, and none is taken by steady calls",
+    "beside": "500 steps under fully_shard, with changing lengths, have the same losses on each transport",
+}
 one_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -27,91 +54,51 @@ two_gpus = [
 pytestmark = pytest.mark.timeout(200)
 
 
-def _nccl(transport: str) -> list[str]:
-    return ["--nccl"] if transport == "p2p" else []
+@pytest.fixture(scope="module")
+def launches(request: pytest.FixtureRequest) -> Iterator[Launches]:
+    """Those that the tests of this run ask for."""
+    items = [item for item in request.session.items if hasattr(item, "callspec")]
+    asked = {item.callspec.params.get("launch") for item in items}
+    made = Launches(PROGRAM, [launch for launch in (*ONE_GPU, *TWO_GPUS) if launch.name in asked])
+    yield made
+    made.close()
 
 
-def _all_right(outcomes: list[Outcome]) -> None:
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.code == 0, f"rank {rank} ended with {outcome.code}:\n{outcome.text[-4000:]}"
+def _parts(name: str) -> list[str]:
+    """The checks of a launch."""
+    (launch,) = (x for x in (*ONE_GPU, *TWO_GPUS) if x.name == name)
+    return [argument for argument in launch.arguments if argument in CHECKS]
 
 
 @pytest.mark.parametrize(
-    "ranks, gpus",
+    "launch, check",
     [
-        pytest.param(2, 2, marks=two_gpus),
-        pytest.param(4, 1, marks=one_gpu),
-        pytest.param(6, 2, marks=two_gpus),
-        pytest.param(16, 2, marks=[*two_gpus, pytest.mark.slow]),
-    ],
-    ids=lambda n: str(n),
-)
-def test_no_wrong_byte_under_random_delays(ranks: int, gpus: int) -> None:
-    _all_right(run_processes(PROGRAM, ["race"], ranks, gpus=gpus, timeout=180, env=SHARED))
-
-
-@pytest.mark.parametrize("queues", [1, 8, 32])
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=two_gpus)])
-def test_any_number_of_hardware_queues(ranks: int, queues: int) -> None:
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues)}
-    _all_right(run_processes(PROGRAM, ["race"], ranks, gpus=2, timeout=100, env=env))
-    _all_right(run_processes(PROGRAM, ["engine", "--nccl"], ranks, gpus=2, timeout=180, env=env))
-
-
-@pytest.mark.parametrize(
-    "ranks, gpus", [pytest.param(4, 1, marks=one_gpu), pytest.param(6, 2, marks=two_gpus)]
-)
-def test_every_tile_equals_the_oracle_and_repeats_its_bits(ranks: int, gpus: int) -> None:
-    _all_right(run_processes(PROGRAM, ["engine"], ranks, gpus=gpus, timeout=180, env=SHARED))
-
-
-@pytest.mark.parametrize(
-    "transport, ranks, gpus",
-    [
-        pytest.param("symmetric", 2, 1, marks=one_gpu),
-        pytest.param("symmetric", 2, 2, marks=two_gpus),
-        pytest.param("p2p", 2, 2, marks=two_gpus),
+        pytest.param(launch.name, check, marks=marks, id=f"{launch.name}-{check}")
+        for group, marks in ((ONE_GPU, one_gpu), (TWO_GPUS, two_gpus))
+        for launch in group
+        for check in _parts(launch.name)
     ],
 )
-def test_a_captured_pass_gives_the_bits_of_an_eager_one(transport: str, ranks: int, gpus: int) -> None:
-    arguments = ["graph", "--transport", transport, *_nccl(transport)]
-    _all_right(run_processes(PROGRAM, arguments, ranks, gpus=gpus, timeout=150, env=SHARED))
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=two_gpus)])
-def test_the_same_bits_on_every_run_under_load(ranks: int) -> None:
-    """On each transport, eager and captured."""
-    _all_right(run_processes(PROGRAM, ["repeat", "--nccl"], ranks, gpus=2, timeout=150))
-
-
-@pytest.mark.parametrize("transport", ["symmetric", "p2p"])
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=two_gpus)])
-def test_memory_is_that_of_the_formula(ranks: int, transport: str) -> None:
-    arguments = ["memory", "--transport", transport, *_nccl(transport)]
-    _all_right(run_processes(PROGRAM, arguments, ranks, gpus=2, timeout=150))
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=two_gpus)])
-@pytest.mark.parametrize("steps", [120, pytest.param(500, marks=pytest.mark.slow)])
-def test_training_under_fsdp_gives_the_same_losses_on_each_transport(ranks: int, steps: int) -> None:
-    arguments = ["beside", "--nccl", "--steps", str(steps)]
-    _all_right(run_processes(PROGRAM, arguments, ranks, gpus=2, timeout=190))
+def test_check(launch: str, check: str, launches: Launches) -> None:
+    """See CHECKS."""
+    for rank, outcome in enumerate(launches.outcomes(launch)):
+        passed = re.findall(r"passed: (\w+) after", outcome.text)
+        assert check in passed, (
+            f"{CHECKS[check]}: rank {rank} ended with {outcome.code}:\n{outcome.text[-4000:]}"
+        )
 
 
 @pytest.mark.parametrize(
-    "transport, ranks, gpus",
+    "launch",
     [
-        pytest.param("symmetric", 3, 1, marks=one_gpu),
-        pytest.param("symmetric", 2, 2, marks=two_gpus),
-        pytest.param("p2p", 2, 2, marks=two_gpus),
+        pytest.param("P3-shared-killed", marks=one_gpu),
+        pytest.param("P2-killed-symmetric", marks=two_gpus),
+        pytest.param("P2-killed-p2p", marks=two_gpus),
     ],
 )
-def test_a_killed_rank_makes_the_others_raise_in_time(transport: str, ranks: int, gpus: int) -> None:
+def test_a_killed_rank_makes_the_others_raise_in_time(launch: str, launches: Launches) -> None:
     """They name step, transfer and a peer, and their GPU is not blocked for ever."""
-    seconds = 4.0
-    arguments = ["killed", "--transport", transport, "--timeout", str(seconds)]
-    arguments += _nccl(transport)
-    *others, victim = run_processes(PROGRAM, arguments, ranks, gpus=gpus, timeout=100, env=SHARED)
+    *others, victim = launches.outcomes(launch)
     assert victim.code == -9
     for outcome in others:
         assert outcome.code == 7, outcome.text[-4000:]
@@ -119,14 +106,13 @@ def test_a_killed_rank_makes_the_others_raise_in_time(transport: str, ranks: int
             r"raised after ([\d.]+) s: (forward|backward) step \d+/\d+, \w+ #\d+: (.*)", outcome.text
         )
         assert found, outcome.text[-4000:]
-        assert float(found[1]) < 3 * seconds + 5 and "rank" in found[3]
+        assert float(found[1]) < 3 * SECONDS + 5 and "rank" in found[3]
         assert "the device is free" in outcome.text
 
 
-@pytest.mark.parametrize("gpus", [pytest.param(2, marks=two_gpus)])
-def test_with_one_hardware_queue_a_killed_rank_ends_the_others(gpus: int) -> None:
+@pytest.mark.parametrize("launch", [pytest.param("P2-killed-1-queue", marks=two_gpus)])
+def test_with_one_hardware_queue_a_killed_rank_ends_the_others(launch: str, launches: Launches) -> None:
     """Nothing can free a blocked queue that everything goes through: they end, with the reason."""
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    other, victim = run_processes(PROGRAM, ["killed", "--timeout", "4"], 2, gpus=gpus, timeout=100, env=env)
+    other, victim = launches.outcomes(launch)
     assert (other.code, victim.code) == (-6, -9)
     assert re.search(r"meshattn: \w+ step \d+/\d+, \w+ #\d+: .*rank 1.* within 4 s", other.text), other.text

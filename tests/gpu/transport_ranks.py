@@ -1,11 +1,13 @@
-"""One rank of the tests of transports on GPUs; a failed check ends it with an error.
+"""One rank of the tests of transports on GPUs: some checks, one after the other. A failed one ends it with an
+error.
 
-transport_ranks.py race | engine | killed | graph | repeat | memory | beside  [--transport T] [--nccl]
+transport_ranks.py race engine graph repeat memory beside killed  [--transport T] [--nccl]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import signal
@@ -35,22 +37,31 @@ NBYTES = 4 * 2**20
 LONGEST_DELAY = 1_500_000  # clock cycles, a little less than a millisecond
 EXACT = (Shape(B=2, S=157, H=6, H_kv=3, D=64), Shape(B=1, S=89, H=4, H_kv=1, D=32, D_v=16))
 FAST = Shape(B=1, S=1031, H=4, H_kv=2, D=64)
+PASSED = "passed:"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("check", choices=CHECKS)
-    parser.add_argument("--transport", default="symmetric")
+    parser.add_argument("checks", nargs="+", choices=CHECKS)
+    parser.add_argument("--transport", default="symmetric", help="of killed")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--timeout", type=float, default=60.0)
-    parser.add_argument("--steps", type=int, default=120, help="of training")
+    parser.add_argument("--steps", type=int, default=500, help="of training")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "cpu:gloo,cuda:nccl" if options.nccl else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    CHECKS[options.check](options)
-    dist.barrier()
+    for name in options.checks:
+        begin = time.monotonic()
+        CHECKS[name](options)
+        dist.barrier()
+        say(f"{PASSED} {name} after {time.monotonic() - begin:.1f} s")
     dist.destroy_process_group()
+
+
+def transports(options: argparse.Namespace) -> tuple[str, ...]:
+    """Those that the ranks can use."""
+    return ("symmetric", "p2p") if options.nccl else ("symmetric",)
 
 
 def say(text: str) -> None:
@@ -64,7 +75,7 @@ def race(options: argparse.Namespace) -> None:
     """No wrong byte with 1 to 3 slots on rows and columns; some without grants."""
     ranks = dist.get_world_size()
     square = next(tile for tile in reversed(tiles(ranks)) if tile.a <= tile.b)
-    mesh = ma.init_attention_mesh(tile=square, transport=options.transport, timeout=options.timeout)
+    mesh = ma.init_attention_mesh(tile=square, transport="symmetric", timeout=options.timeout)
     say(mesh.describe())
     device = torch.device("cuda", torch.cuda.current_device())
     steps = STEPS if ranks <= 4 else STEPS // 4
@@ -277,19 +288,27 @@ def _equal(mine: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def graph(options: argparse.Namespace) -> None:
-    """A captured pass gives the bits of an eager one, on other inputs too."""
+    """A captured pass gives the bits of an eager one, on other inputs too, with graphs of all transports in
+    turns."""
     for tile in tiles(dist.get_world_size()):
-        mesh = ma.init_attention_mesh(tile=tile, transport=options.transport, timeout=options.timeout)
-        passes = _Passes(mesh, 512)
-        passes.capture()
+        meshes = [
+            ma.init_attention_mesh(tile=tile, transport=transport, timeout=options.timeout)
+            for transport in transports(options)
+        ]
+        every = [_Passes(mesh, 512) for mesh in meshes]
+        for passes in every:
+            passes.capture()
         for number in range(20):
-            passes.draw(number)
-            assert _equal(passes.replay(), passes.eager()), "other bits"
+            for passes in every:
+                passes.draw(number)
+                assert _equal(passes.replay(), passes.eager()), "other bits"
         torch.cuda.synchronize()
-        _report_times(tile, passes.replay, passes.eager)
+        for mesh, passes in zip(meshes, every, strict=True):
+            _report_times(mesh.describe(), passes.replay, passes.eager)
         dist.barrier()
-        mesh.check()
-        mesh.close()
+        for mesh in meshes:
+            mesh.check()
+            mesh.close()
 
 
 def repeat(options: argparse.Namespace) -> None:
@@ -300,7 +319,7 @@ def repeat(options: argparse.Namespace) -> None:
     beside = torch.cuda.Stream()
     for tile in tiles(ranks):
         first: list[Tensor] = []
-        for transport in ("symmetric", "p2p") if options.nccl else ("symmetric",):
+        for transport in transports(options):
             mesh = ma.init_attention_mesh(tile=tile, transport=transport, timeout=options.timeout)
             passes = _Passes(mesh, 4100)  # long enough for a cut block
             first = first or passes.eager()
@@ -321,9 +340,8 @@ def repeat(options: argparse.Namespace) -> None:
 
 def memory(options: argparse.Namespace) -> None:
     """Buffers are those of the formula, and steady calls make no new ones."""
-    ranks = dist.get_world_size()
-    for tile in tiles(ranks):
-        mesh = ma.init_attention_mesh(tile=tile, transport=options.transport, timeout=options.timeout)
+    for tile, transport in itertools.product(tiles(dist.get_world_size()), transports(options)):
+        mesh = ma.init_attention_mesh(tile=tile, transport=transport, timeout=options.timeout)
         passes = _Passes(mesh, 4096, heads=16)
         shape = CallShape(1, 4096, 16, 16, 64, 64, itemsize=2, reduce_itemsize=4, acc_itemsize=4, causal=True)
         for _ in range(3):
@@ -342,7 +360,7 @@ def memory(options: argparse.Namespace) -> None:
         rows = 4096 * 16
         results, per_row = 4 * rows * 64 * 2 + rows * 4, rows * 4 * 4
         own = backward.accumulators + backward.staging
-        if options.transport == "symmetric":
+        if transport == "symmetric":
             copying = mesh.connection.copying
             assert copying is not None
             taken = copying.receive_bytes
@@ -351,14 +369,14 @@ def memory(options: argparse.Namespace) -> None:
             assert sum(arrives) <= taken <= 1.125 * sum(arrives) + 2**16
         else:
             own += backward.packed + backward.chunks + backward.receive
-        say(f"{tile}: peak {peak}, formula {own} and results {results}")
+        say(f"{tile} {transport}: peak {peak}, formula {own} and results {results}")
         assert own <= peak <= own + results + per_row + 2**20
         dist.barrier()
         mesh.check()
         mesh.close()
 
 
-def _report_times(tile: Tile, replay: Callable[[], object], run: Callable[[], object]) -> None:
+def _report_times(where: str, replay: Callable[[], object], run: Callable[[], object]) -> None:
     for name, work in (("replayed", replay), ("eager", run)):
         torch.cuda.synchronize()
         dist.barrier()
@@ -369,7 +387,7 @@ def _report_times(tile: Tile, replay: Callable[[], object], run: Callable[[], ob
         torch.cuda.synchronize()
         spent = time.perf_counter() - begin
         if dist.get_rank() == 0:
-            say(f"{tile} {name}: {spent * 50:.3f} ms a pass, host {enqueued * 50:.3f} ms")
+            say(f"{where} {name}: {spent * 50:.3f} ms a pass, host {enqueued * 50:.3f} ms")
 
 
 # Collectives of others
