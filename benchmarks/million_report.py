@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from harness import Machine, Record, table, write
+from meshattn.plan.schedule import Direction
 from rank_contenders import Case
 from sampled_oracle import Samples
 
@@ -38,8 +39,8 @@ class Outcome:
     backward: float
     host: float
     errors: dict[str, float]
-    sent: dict[str, int]
-    formula: dict[str, int]
+    sent: Mapping[Direction, int]
+    formula: Mapping[Direction, int]
     peak: int  # bytes beyond the arguments, what transports receive in included
     results: int
     buffers: int  # by the formula
