@@ -55,7 +55,7 @@ def _counts(placement: Placement) -> tuple[list[Counts], list[Counts], list[Coun
     for number, axis in enumerate(ORDER):
         if placement.cut.size(axis) > 1:
             for offset in range(1, placement.cut.heads) if axis == "heads" else (-1,):
-                for rank, peer in enumerate(placement.peers(axis, offset)):
+                for rank, peer in enumerate(placement.peers(axis, offset, placement.period)):
                     if placement.node(rank) == placement.node(peer):
                         ports[rank, number] += 1
                     else:
@@ -67,7 +67,8 @@ def _counts(placement: Placement) -> tuple[list[Counts], list[Counts], list[Coun
         return list({(counts[name, 0], counts[name, 1], counts[name, 2]): None for name in names})
 
     everything: Counts = tuple(  # type: ignore[assignment]
-        sum(count for (_, number), count in nodes.items() if number == wanted) for wanted in range(3)
+        placement.ranks // placement.period * sum(count for (_, n), count in nodes.items() if n == number)
+        for number in range(3)
     )
     return kinds(ports), kinds(cards), kinds(nodes), everything
 

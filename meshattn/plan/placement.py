@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
+from math import lcm
 from typing import Literal
 
 from .assignment import Assignment, Axis, Tile
@@ -91,12 +92,27 @@ class Placement:
         """The chunk that a rank owns, as the tile counts."""
         return self.coordinate(rank, "col") * self.cut.tile.a + self.coordinate(rank, "row")
 
-    def peers(self, axis: MeshAxis, offset: int) -> tuple[int, ...]:
-        """For each rank the one at ``offset`` along an axis."""
+    @cached_property
+    def period(self) -> int:
+        """Ranks so far apart are placed alike: rank r + n * period is what rank r is, nodes further on.
+
+        To go round an axis, and round those outside of it, by a multiple of whole nodes puts nodes upon nodes
+        and peers upon peers. Where nodes are not filled so, it is the number of ranks.
+        """
+        for axis in self.order:
+            stride = self._strides[axis]
+            period = lcm(stride, self.gpus_per_node)
+            if stride * self.cut.size(axis) % period == 0:
+                return period
+        return self.ranks
+
+    def peers(self, axis: MeshAxis, offset: int, first: int | None = None) -> tuple[int, ...]:
+        """For each rank, or of the ``first`` ones, the one at ``offset`` along an axis."""
         step = -offset if axis in self.turned else offset
         size, stride = self.cut.size(axis), self._strides[axis]
         moves = [((at + step) % size - at) * stride for at in range(size)]
-        return tuple(rank + moves[rank // stride % size] for rank in range(self.ranks))
+        ranks = range(self.ranks if first is None else first)
+        return tuple(rank + moves[rank // stride % size] for rank in ranks)
 
     def node(self, rank: int) -> int:
         return rank // self.gpus_per_node
@@ -111,21 +127,28 @@ class Placement:
         return frozenset(
             axis
             for axis in ORDER
-            if all(self.node(rank) == self.node(peer) for rank, peer in enumerate(self.peers(axis, 1)))
+            if all(
+                self.node(rank) == self.node(peer)
+                for rank, peer in enumerate(self.peers(axis, 1, self.period))
+            )
         )
 
     def sharers(self, ways: Sequence[tuple[MeshAxis, int]]) -> tuple[list[int], list[int]]:
-        """For each rank how many on its network card send to another node by one of these (axis, offset), and
-        how many receive."""
-        members: tuple[set[int], set[int]] = set(), set()
-        for way in ways:
-            for rank, peer in enumerate(self.peers(*way)):
-                if self.node(rank) != self.node(peer):
-                    members[0].add(rank)
-                    members[1].add(peer)
-        senders, receivers = (Counter(map(self.card, some)) for some in members)
-        ranks = range(self.ranks)
-        return [senders[self.card(rank)] for rank in ranks], [receivers[self.card(rank)] for rank in ranks]
+        """For each rank of a period how many on its network card send to another node by one of these (axis,
+        offset), and how many receive."""
+        senders, receivers = (
+            {
+                rank
+                for axis, offset in ways
+                for rank, peer in enumerate(self.peers(axis, sign * offset, self.period))
+                if self.node(rank) != self.node(peer)
+            }
+            for sign in (1, -1)
+        )
+        cards = list(map(self.card, range(self.period)))
+        counts = [Counter(cards[rank] for rank in some) for some in (senders, receivers)]
+        sending, receiving = ([count[card] for card in cards] for count in counts)
+        return sending, receiving
 
     def describe(self) -> str:
         """Which axes lie inside a node."""

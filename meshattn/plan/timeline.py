@@ -73,27 +73,29 @@ class Fabric:
         self.placement = script.placement
         exchanges = [entry for entry in script.entries if isinstance(entry, Exchange)]
         self.keys: tuple[Key, ...] = tuple(dict.fromkeys((e.axis, e.offset) for e in exchanges))
-        self.to = {key: self.placement.peers(*key) for key in self.keys}
-        self.source = {(axis, offset): self.placement.peers(axis, -offset) for axis, offset in self.keys}
+        count = self.placement.ranks if every_rank else self.placement.period
+        self.to = {key: self.placement.peers(*key, count) for key in self.keys}
+        self.source = {
+            (axis, offset): self.placement.peers(axis, -offset, count) for axis, offset in self.keys
+        }
         self.sharers = self.placement.sharers(self.keys)
-        self.kind = self._each() if every_rank else self._alike()
+        self.kind = tuple(range(count)) if every_rank else self._alike()
         self.ranks = tuple(self.kind.index(kind) for kind in range(max(self.kind) + 1))
-
-    def _each(self) -> tuple[int, ...]:
-        return tuple(range(self.placement.ranks))
 
     def us_per_byte(self, key: Key, rank: int) -> tuple[float, float]:
         """Of what ``rank`` sends: time of a byte, and latency."""
-        peer = self.to[key][rank]
+        peer, period = self.to[key][rank], self.placement.period
         if self.placement.node(rank) == self.placement.node(peer):
             link, shared = self.topology.inside, 1
         else:
-            link, shared = self.topology.across, max(self.sharers[0][rank], self.sharers[1][peer])
+            sending, receiving = self.sharers
+            link, shared = self.topology.across, max(sending[rank % period], receiving[peer % period])
         return shared / (1e3 * link.gb_per_s), link.latency_us
 
     def _alike(self) -> tuple[int, ...]:
         """Kinds of ranks: of one kind send over equal links to one kind, and receive from one kind."""
-        ranks = range(self.placement.ranks)
+        period = self.placement.period
+        ranks = range(period)
         links = {key: [self.us_per_byte(key, rank) for rank in ranks] for key in self.keys}
         kinds: list[int] = [0] * len(ranks)
         number = 1
@@ -102,7 +104,11 @@ class Fabric:
                 (
                     kinds[rank],
                     *(
-                        (links[k][rank], kinds[self.to[k][rank]], kinds[self.source[k][rank]])
+                        (
+                            links[k][rank],
+                            kinds[self.to[k][rank] % period],
+                            kinds[self.source[k][rank] % period],
+                        )
                         for k in self.keys
                     ),
                 )
@@ -111,7 +117,7 @@ class Fabric:
             names: dict[object, int] = {}
             kinds = [names.setdefault(look, len(names)) for look in looks]
             if len(names) == number:
-                return tuple(kinds)
+                return tuple(kinds) * (self.placement.ranks // period)
             number = len(names)
 
 
