@@ -30,6 +30,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from .assignment import Axis, Tile
 from .makespan import channel_of
@@ -83,7 +84,7 @@ class _Line:
 
     def next_misses(self) -> int:
         """Blocks that the next incomplete line to leave still misses; 0 if all are complete."""
-        return next((n for n in self.left[self.sent + 1 :] if n), 0)
+        return next((self.left[k] for k in range(self.sent + 1, self.size) if self.left[k]), 0)
 
     def inward_time(self) -> int:
         return (self.size - 1 - self.started) * self.inward_cost
@@ -122,6 +123,7 @@ class _Simulation:
         self.todo[0][0] = own_parts
         for line in self.lines.values():
             line.left[0] += own_parts - 1
+        self.edge_row, self.edge_col = 1, 1  # blocks of column #0 and of row #0 before these are begun
         self.num_todo = tile.ranks + own_parts - 1
         self.num_blocks = tile.ranks
         self.now = 0
@@ -235,11 +237,10 @@ class _Simulation:
     def _goal_block(self) -> tuple[int, int] | None:
         """A ready block of a line that leaves this rank, nearest to leaving first; None if there is none."""
         for line in self._goal_axes():
-            across = self.lines[OTHER[line.axis]]
-            candidates = [*range(1, across.usable()), 0]
+            usable_across = self.lines[OTHER[line.axis]].usable()
             for k in range(line.sent + 1, line.usable()):
                 if line.left[k]:
-                    for x in candidates:
+                    for x in chain(range(1, usable_across), (0,)):
                         row, col = (k, x) if line.axis == "row" else (x, k)
                         if self.todo[row][col]:
                             return row, col
@@ -261,10 +262,15 @@ class _Simulation:
 
     def _filler_block(self) -> tuple[int, int] | None:
         """A ready block of lines that stay: all of the rows come before row #0, block (0, 0) last."""
-        rows, cols = self.lines["row"].usable(), self.lines["col"].usable()
-        corner = [(0, 0)] if self.todo[0][0] else []
-        edge = [(row, 0) for row in range(1, rows)] + [(0, col) for col in range(1, cols)]
-        return next((block for block in [*edge, *corner] if self.todo[block[0]][block[1]]), None)
+        while self.edge_row < len(self.todo) and not self.todo[self.edge_row][0]:
+            self.edge_row += 1
+        while self.edge_col < len(self.todo[0]) and not self.todo[0][self.edge_col]:
+            self.edge_col += 1
+        if self.edge_row < self.lines["row"].usable():
+            return self.edge_row, 0
+        if self.edge_col < self.lines["col"].usable():
+            return 0, self.edge_col
+        return (0, 0) if self.todo[0][0] else None
 
     def _interrupts(self) -> bool:
         """Whether a block started now would still run when a chunk under way arrives."""
