@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from .cost import (
     NOMINAL,
@@ -192,7 +193,11 @@ class _Maker:
         self.reach = reach
         self.paths = paths
         self.times = {parts: block_times(topology.kernels, shape, parts) for parts in (1, 2)}
-        self.chunks = [placement.chunk(rank) for rank in range(placement.ranks)]
+
+    @cached_property
+    def chunks(self) -> list[int]:
+        """Of every rank."""
+        return [self.placement.chunk(rank) for rank in range(self.placement.ranks)]
 
     def entries(self, first_number: int) -> Iterator[Entry]:
         """All of a pass; exchanges are numbered from ``first_number`` on."""

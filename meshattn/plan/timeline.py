@@ -96,24 +96,12 @@ class Fabric:
         """Kinds of ranks: of one kind send over equal links to one kind, and receive from one kind."""
         period = self.placement.period
         ranks = range(period)
-        links = {key: [self.us_per_byte(key, rank) for rank in ranks] for key in self.keys}
-        kinds: list[int] = [0] * len(ranks)
+        links = [[self.us_per_byte(key, rank) for rank in ranks] for key in self.keys]
+        ways = [[rank % period for rank in peers] for way in (self.to, self.source) for peers in way.values()]
+        kinds = [0] * period
         number = 1
         while True:
-            looks = [
-                (
-                    kinds[rank],
-                    *(
-                        (
-                            links[k][rank],
-                            kinds[self.to[k][rank] % period],
-                            kinds[self.source[k][rank] % period],
-                        )
-                        for k in self.keys
-                    ),
-                )
-                for rank in ranks
-            ]
+            looks = zip(kinds, *links, *([kinds[rank] for rank in way] for way in ways), strict=True)
             names: dict[object, int] = {}
             kinds = [names.setdefault(look, len(names)) for look in looks]
             if len(names) == number:
@@ -170,6 +158,10 @@ class _Run:
             ]
             for key in fabric.keys
         }
+        self.staying = {
+            key: [rank for rank, crosses in enumerate(self.crosses[key]) if not crosses]
+            for key in fabric.keys
+        }
         self.done: dict[int, list[float]] = {}  # by exchange: when both halves have ended, on each rank
         self.crowding: dict[int, _Stream] = {}
         self.events: list[Event] = []
@@ -203,31 +195,31 @@ class _Run:
                 for number, stream in self.crowding.items():
                     if stream.sm_share:
                         self._pass(number, us)
-        for rank, each in enumerate(us):
-            if each:
-                begin = max(self.now[rank], self.host)
-                self.now[rank] = begin + each
-                self.busy[rank] += each
-                if self.record:
-                    self.events.append(
-                        Event(self.fabric.ranks[rank], "compute", entry.name, begin, begin + each)
-                    )
+        host = self.host
+        if self.record:
+            for rank, (now, each) in enumerate(zip(self.now, us, strict=True)):
+                if each:
+                    begin, name = max(now, host), entry.name
+                    self.events.append(Event(self.fabric.ranks[rank], "compute", name, begin, begin + each))
+        self.now = [
+            (now if now > host else host) + each if each else now
+            for now, each in zip(self.now, us, strict=True)
+        ]
+        self.busy = [busy + each for busy, each in zip(self.busy, us, strict=True)]
 
     def _exchange(self, entry: Exchange) -> None:
         self.host += self.fabric.topology.start_us
         key = entry.axis, entry.offset
-        stream, to, source, link = self.stream[key], self.to[key], self.source[key], self.link[key]
-        ready = [max(now, self.host) for now in self.now]
+        stream, source, link, crosses = self.stream[key], self.source[key], self.link[key], self.crosses[key]
+        free, port_out, port_in, host = stream.free, self.port_out, self.port_in, self.host
+        ready = [now if now > host else host for now in self.now]
         ends = [0.0] * self.size  # of what each rank sends
-        for rank, peer in enumerate(to):
+        for rank, peer in enumerate(self.to[key]):
             if entry.sends is not None and not entry.sends[rank]:
                 continue
-            begin = max(ready[rank], ready[peer], stream.free[rank])
-            if stream.paired:
-                begin = max(begin, stream.free[peer])
-            through_port = not self.crosses[key][rank]
-            if through_port:
-                begin = max(begin, self.port_out[rank], self.port_in[peer])
+            begin = max(ready[rank], ready[peer], free[rank], free[peer] if stream.paired else 0.0)
+            if not crosses[rank]:
+                begin = max(begin, port_out[rank], port_in[peer])
             us_per_byte, latency = link[rank]
             ends[rank] = begin + (0.0 if entry.behind else latency) + entry.num_bytes * us_per_byte
             if self.record:
@@ -237,23 +229,25 @@ class _Run:
                         entry.num_bytes, self.fabric.to[key][self.fabric.ranks[rank]],
                     )
                 )  # fmt: skip
-        done = [max(end, ends[source[rank]]) for rank, end in enumerate(ends)]
-        for rank, end in enumerate(ends):
-            stream.free[rank] = max(stream.free[rank], done[rank] if stream.paired else end)
-            if end and not self.crosses[key][rank]:
-                self.port_out[rank] = end
-            arrival = ends[source[rank]]
-            if arrival and not self.crosses[key][source[rank]]:
-                self.port_in[rank] = arrival
+        arrivals = [ends[rank] for rank in source]
+        done = _later(ends, arrivals)
+        stream.free = _later(free, done if stream.paired else ends)
+        for rank in self.staying[key]:
+            if end := ends[rank]:
+                port_out[rank] = port_in[self.to[key][rank]] = end
         self.done[entry.number] = done
         if stream.sm_share:
             self.crowding[entry.number] = stream
 
     def _wait(self, entry: Wait) -> None:
-        self.now = [max(now, done) for now, done in zip(self.now, self.done.pop(entry.number), strict=True)]
+        self.now = _later(self.now, self.done.pop(entry.number))
         self.crowding.pop(entry.number, None)
 
     def _pass(self, number: int, us: Sequence[float]) -> None:
         """Ranks that have a kernel come to the end of an exchange."""
         done = self.done[number]
         self.now = [max(now, done[rank]) if us[rank] else now for rank, now in enumerate(self.now)]
+
+
+def _later(some: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [one if one > other else other for one, other in zip(some, others, strict=True)]

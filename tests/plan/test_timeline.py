@@ -12,8 +12,8 @@ import pytest
 from meshattn.plan import Direction, Tile, payload_bytes
 from meshattn.plan.heads import head_groups
 from meshattn.plan.kernel_times import KernelTimes
-from meshattn.plan.links import link_use
-from meshattn.plan.placement import Cut, MeshAxis, Placement
+from meshattn.plan.links import _counts, link_use
+from meshattn.plan.placement import ORDER, Cut, MeshAxis, Placement
 from meshattn.plan.script import (
     Exchange,
     Kernel,
@@ -114,6 +114,32 @@ def test_following_one_rank_of_a_kind_is_exact(cut: Cut) -> None:
     assert len(each.end_us) == cut.ranks >= len(kinds.end_us)
     assert [kinds.end_us[kind] for kind in kinds.kind] == pytest.approx(list(each.end_us))
     assert emulate("backward", cut, topology) == emulate("backward", cut, topology)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("cut", [*CUTS, Cut(3, Tile(4, 4)), Cut(2, Tile(2, 8))], ids=str)
+def test_a_period_of_ranks_tells_what_all_of_them_do(
+    cut: Cut, gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology, found = cluster(gpus, between=7.0, gpus_per_nic=2), []
+    for of_all in (False, True):
+        if of_all:
+            monkeypatch.setattr(Placement, "period", cut.ranks)
+        each = []
+        for order in itertools.permutations(ORDER):
+            script = pass_script("backward", call(300, heads=24), cut, topology, order=order)
+            fabric = Fabric(script, topology, every_rank=False)
+            sharing = [counts * (cut.ranks // len(counts)) for counts in fabric.sharers]
+            each.append((sharing, fabric.kind, _counts.__wrapped__(script.placement)))
+        found.append(each)
+    assert found[0] == found[1]
+
+
+def test_the_period_is_short_where_axes_fill_nodes() -> None:
+    for order in itertools.permutations(ORDER):
+        assert Placement(Cut(8, Tile(16, 8)), order, 8).period == 8
+        assert Placement(Cut(1, Tile(1, 9)), order, 4).period == 9
+    assert Placement(Cut(5, Tile(2, 6)), ("heads", "row", "col"), 4).period == 20
 
 
 def test_large_meshes_have_few_kinds_of_ranks() -> None:
