@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -79,3 +80,30 @@ def test_a_sequence_first_used_in_inference_mode_can_be_trained_on(ranks: int) -
 
     for grad in run_ranks(ranks, on_rank):
         assert grad[:, :5].abs().sum() > 0 and not grad[:, 5].any()
+
+
+def test_an_evaluation_inside_a_training_step_changes_no_bit() -> None:
+    """Between a forward and its backward: other lengths, batches and masks, without grad and with."""
+
+    def on_rank(group: Any) -> list[list[torch.Tensor]]:
+        mesh = ma.init_attention_mesh(group, tile="2x2")
+        seq, other = mesh.sequence(SHAPE.S), mesh.sequence(5)
+        q, k, v, do = (seq.shard(x) for x in make_inputs(SHAPE, torch.bfloat16))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        x = torch.ones(1, other.rows, 2, 8, requires_grad=True)
+
+        def evaluate() -> None:
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    ma.mesh_attention(x, x, x, other, window_size=(1, 1))
+            ma.mesh_attention(x, x, x, other).sum().backward()  # type: ignore[union-attr]
+
+        def step(between: Callable[[], None]) -> list[torch.Tensor]:
+            out = ma.mesh_attention(*leaves, seq, causal=True)
+            between()
+            return [out, *torch.autograd.grad(out, leaves, do)]
+
+        return [step(lambda: None), step(evaluate)]
+
+    for plain, interrupted in run_ranks(4, on_rank):
+        assert all(torch.equal(x, y) for x, y in zip(plain, interrupted, strict=True))
