@@ -17,8 +17,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,13 +28,14 @@ from harness import REPORTS, Machine, Record, table, write
 from meshattn.plan import Tile, tiles
 from meshattn.plan.placement import Cut
 from meshattn.plan.topology import Topology, load_topology
+from undertaker import undertaker
 from virtual_cluster import KERNEL_OF_SHARED_GPUS, find_gpus, interrupt
 
 HERE = Path(__file__).resolve().parent
 TRAIN = HERE.parent / "launch" / "train.py"
 TOPOLOGY, SOCKETS = "topology.json", "nccl.json"  # of "auto" and of "p2p"
 _SPARE = 15.0  # seconds beyond its limit for a program that keeps it itself, and says more
-_FIRST_LINES, _LAST_LINES = 12, 60  # of what a step says, in the report
+_LINES = 60  # the last ones that a step says, in the report
 
 
 @dataclass(frozen=True)
@@ -197,15 +199,20 @@ class Outcome:
     said: str
 
 
-def run(step: Step, ranks: int, scale: Scale, out: Path) -> Outcome:
-    """Run a step to its end or its limit; what it says goes to a file of its folder, too."""
+def run(step: Step, ranks: int, scale: Scale, out: Path, mark: Mapping[str, str]) -> Outcome:
+    """Run a step to its end or its limit, with ``mark`` in its environment; what it says goes to a file of
+    its folder, too."""
     folder = out / step.name
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "output.txt"
     began = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
-            command(step, ranks, scale), stdout=file, stderr=file, start_new_session=True
+            command(step, ranks, scale),
+            env={**os.environ, **mark},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
         try:
             code = process.wait(step.limit + _SPARE)
@@ -291,9 +298,8 @@ def report(
     for outcome in outcomes:
         records.append(Record("many-gpus", outcome.step.name, "seconds", outcome.seconds))
         records.append(Record("many-gpus", outcome.step.name, "code", outcome.code))
-        parts.append(
-            f"## {outcome.step.name}\n\n`{' '.join(outcome.step.program[1:])}`\n\n{_ends(outcome.said)}"
-        )
+        tail = "\n".join(outcome.said.strip().splitlines()[-_LINES:])
+        parts.append(f"## {outcome.step.name}\n\n`{' '.join(outcome.step.program[1:])}`\n\n{tail}")
     return write(f"many-gpus-{ranks}{scale.name}", [(machine, records)], "\n\n".join([*parts, ""]), out)
 
 
@@ -303,14 +309,6 @@ def _or_why(make: Callable[[], str]) -> str:
         return make()
     except Exception as error:
         return f"cannot be told: {type(error).__name__}: {error}"
-
-
-def _ends(said: str) -> str:
-    """First and last lines."""
-    lines = said.strip().splitlines()
-    if len(lines) > _FIRST_LINES + _LAST_LINES:
-        lines[_FIRST_LINES:-_LAST_LINES] = ["..."]
-    return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -334,11 +332,12 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, interrupt)
     outcomes: list[Outcome] = []
     try:
-        for step in chosen:
-            if options.only is None or step.name in options.only:
-                outcomes.append(run(step, ranks, scale, options.out))
-                print(f"{step.name}: code {outcomes[-1].code}, {outcomes[-1].seconds:.0f} s", flush=True)
-                report(outcomes, ranks, scale, options.out)
+        with undertaker(Path(tempfile.mkdtemp())) as mark:
+            for step in chosen:
+                if options.only is None or step.name in options.only:
+                    outcomes.append(run(step, ranks, scale, options.out, mark))
+                    print(f"{step.name}: code {outcomes[-1].code}, {outcomes[-1].seconds:.0f} s", flush=True)
+                    report(outcomes, ranks, scale, options.out)
     finally:
         print(f"written to {report(outcomes, ranks, scale, options.out, predict=True)}")
     return int(not outcomes or any(outcome.code for outcome in outcomes))

@@ -34,6 +34,7 @@ from typing import NoReturn
 
 from mps import NoMps, multi_process_service
 from netlink import CLONE_NEWUTS, Namespace, call
+from undertaker import undertaker
 from virtual_nodes import Cluster, network
 
 HERE = Path(__file__).resolve().parent
@@ -117,11 +118,11 @@ def run(cluster: Cluster, options: argparse.Namespace) -> int:
     """Start the program on all ranks and wait; the code of the first rank that failed, 124 past the time."""
     with ExitStack() as stack:
         # Sockets of MPS need a short path.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vc", dir="/tmp")))
-        shared = dict[str, str]()
+        folder = Path(tempfile.mkdtemp(prefix="vc", dir="/tmp"))
+        shared = stack.enter_context(undertaker(folder))
         if cluster.crowd > 1 and not options.no_mps:
             try:
-                shared = stack.enter_context(
+                shared |= stack.enter_context(
                     multi_process_service(cluster.gpus, folder, end_with_parent(os.getpid()))
                 )
             except NoMps as error:
@@ -144,8 +145,8 @@ def run(cluster: Cluster, options: argparse.Namespace) -> int:
                 "PYTHONFAULTHANDLER": "1",  # so that a rank that is ended for its time says where it was
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns that nobody knows the names of virtual nodes
                 "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // cluster.ranks)),
-                **shared,
                 **os.environ,
+                **shared,
                 **cluster.environment(rank, isolated=nodes is not None, port=port),
             }
             enter = enter_node(os.getpid(), None if nodes is None else nodes[place.node], place.node)

@@ -17,9 +17,17 @@ import pytest
 
 import many_gpus
 import options
+import undertaker
 from meshattn import cli
 
 EIGHT_MINUTES = 480
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
 
 
 def parser_of(program: str) -> Callable[[list[str]], Any]:
@@ -100,7 +108,7 @@ def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
         many_gpus.Step("bad", ("-c", "raise SystemExit(3)"), 60),
         many_gpus.Step("slow", ("-c", "import time; time.sleep(99)"), 0),
     ]
-    outcomes = [many_gpus.run(step, 2, SCALES["shared"], tmp_path) for step in programs]
+    outcomes = [many_gpus.run(step, 2, SCALES["shared"], tmp_path, {}) for step in programs]
     assert [outcome.code for outcome in outcomes] == [0, 3, 124]
     for kind, losses in (("mesh", [4.0, 2.0, 1.0]), ("ring", [4.0, 2.2])):
         lines = [json.dumps({"loss": loss, "tokens": 10, "seconds": 0.5}) for loss in losses]
@@ -116,31 +124,23 @@ def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
     assert codes == {outcome.step.name: outcome.code for outcome in outcomes}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=str)
 def test_one_that_is_stopped_ends_its_step_and_tells_what_there_is(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    command = [
-        sys.executable,
-        many_gpus.__file__,
-        "--ranks",
-        "4",
-        "--out",
-        str(tmp_path),
-        "--only",
-        "self-test",
-    ]
+    command = [sys.executable, many_gpus.__file__, "--ranks", "4", "--only", "self-test"]
     stopped = subprocess.Popen(
         [*command, "--out", str(tmp_path)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OF_THIS_TEST": str(tmp_path)},
         stderr=subprocess.DEVNULL,
-        text=True,
     )
     started = tmp_path / "self-test" / "output.txt"
-    deadline = time.monotonic() + 60
-    while not (started.exists() and "virtual cluster" in started.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert eventually(lambda: started.exists() and "virtual cluster" in started.read_text())
+    assert eventually(lambda: len(undertaker.marked(str(tmp_path))) > 5)  # it, its step, four ranks
     stopped.send_signal(number)
     stopped.communicate(timeout=30)
-    assert "all ranks have been ended" in started.read_text()
-    assert list(tmp_path.glob("*-many-gpus-4-cpu.md")) and list(tmp_path.glob("*-many-gpus-4-cpu.jsonl"))
+    assert eventually(lambda: not undertaker.marked(str(tmp_path)))
+    if number != signal.SIGKILL:
+        assert "all ranks have been ended" in started.read_text()
+        for kind in ("md", "jsonl"):
+            assert list(tmp_path.glob(f"*-many-gpus-4-cpu.{kind}"))

@@ -18,6 +18,7 @@ import pytest
 
 import mps
 import netlink
+import undertaker
 import virtual_cluster
 from virtual_nodes import SHARED_GPU, Cluster, network
 
@@ -292,21 +293,34 @@ def test_past_the_time_all_is_ended_even_what_ranks_have_started_and_will_not_he
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)], ids=str
 )
-def test_no_rank_outlives_the_cluster(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    note = "import os, time; open(os.environ['NOTES'] + os.environ['RANK'], 'w').write(str(os.getpid()));"
+def test_nothing_outlives_the_cluster(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    """Ranks, a process of a session of its own that a rank has started and that will not hear, the folder."""
+    deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+    rank = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {deaf!r}], start_new_session=True)
+note = os.environ["NOTES"] + os.environ["RANK"]
+with open(note + ".new", "w") as file:
+    print(os.getpid(), child.pid, os.environ["{undertaker.FOLDER}"], file=file)
+os.rename(note + ".new", note)
+{SLEEP}
+"""
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--ranks", "2", "--no-network", "--", "-c"]
-    notes = [tmp_path / "pid0", tmp_path / "pid1"]
+    notes = [tmp_path / "note0", tmp_path / "note1"]
     cluster = subprocess.Popen(
-        [*command, f"{note} time.sleep(600)"],
-        env={**os.environ, "NOTES": str(tmp_path / "pid")},
+        [*command, rank],
+        env={**os.environ, "NOTES": str(tmp_path / "note")},
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    assert eventually(lambda: all(path.exists() and path.read_text() for path in notes))
+    assert eventually(lambda: all(path.exists() for path in notes))
     cluster.send_signal(number)
     cluster.communicate(timeout=30)
     assert cluster.returncode == code
-    assert eventually(lambda: all(is_gone(int(path.read_text())) for path in notes))
+    for note in notes:
+        *pids, folder = note.read_text().split()
+        assert all(eventually(lambda pid=pid: is_gone(int(pid))) for pid in pids)
+        assert eventually(lambda folder=folder: not Path(folder).exists())
 
 
 FAKE_MPS = """#!/bin/bash
