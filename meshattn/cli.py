@@ -19,7 +19,7 @@ from meshattn.plan.report import DIRECTIONS, RATIOS, Row, describe_step, rows_at
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 WIDEST_PICTURE = 48
 MANY_BLOCKS = 2**13
-MOST_RANKS = 4096  # of `meshattn assignment` and `meshattn layouts`
+MOST_RANKS = 4096
 MOST_BLOCKS = 2**15  # of all lists of `meshattn schedule`, some ten seconds
 
 
@@ -135,8 +135,8 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def _shape(args: argparse.Namespace) -> CallShape:
-    if args.ranks < 1:
-        raise ValueError(f"--ranks is {args.ranks}, but a mesh has at least 1 rank")
+    if not 1 <= args.ranks <= MOST_RANKS:
+        raise ValueError(f"--ranks is {args.ranks}, but must be at least 1 and at most {MOST_RANKS}")
     for name in ("batch", "seq_len", "heads", "head_dim"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least 1")
@@ -164,11 +164,6 @@ def _shape(args: argparse.Namespace) -> CallShape:
         acc_itemsize=accumulate,
         causal=args.causal,
     )
-
-
-def _check_ranks(args: argparse.Namespace) -> None:
-    if args.ranks > MOST_RANKS:
-        raise ValueError(f"--ranks is {args.ranks}, but this command takes at most {MOST_RANKS}")
 
 
 def _tile(args: argparse.Namespace) -> Tile:
@@ -213,7 +208,6 @@ def _schedule(args: argparse.Namespace) -> str:
 
 
 def _layouts(args: argparse.Namespace) -> str:
-    _check_ranks(args)
     if min(args.window) < -1:
         raise ValueError(f"--window is {' '.join(map(str, args.window))}, but -1 is the least: no bound")
     left, right = (None if size == -1 else size for size in args.window)
@@ -264,7 +258,6 @@ def _table(rows: Iterable[Row], chosen: Tile) -> str:
 
 
 def _assignment(args: argparse.Namespace) -> str:
-    _check_ranks(args)
     shape, tile = _shape(args), _tile(args)
     if not 0 <= args.rank < args.ranks:
         raise ValueError(f"--rank is {args.rank}, but ranks are 0 to {args.ranks - 1}")

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from meshattn.plan.timeline import Timeline, run
 from meshattn.plan.topology import load_topology, presets
 from meshattn.plan.trace import write_trace
 
-MOST_RANKS = 1024
+MANY_RANKS = 512  # of which each is emulated
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -60,11 +61,13 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
     """What the command prints; ValueError for what cannot be planned."""
     if args.show < 1:
         raise ValueError(f"--show is {args.show}, but must be at least 1")
-    if args.ranks > MOST_RANKS:
-        raise ValueError(f"--ranks is {args.ranks}, but plans are emulated for at most {MOST_RANKS}")
     for name in ("picture", "timeline", "trace"):
         _check_folder(name, getattr(args, name))
     topology = load_topology(args.topology)
+    if args.ranks > MANY_RANKS and args.ranks % topology.gpus_per_node:
+        print(
+            f"emulating each of {args.ranks} ranks: they do not fill their nodes", file=sys.stderr, flush=True
+        )
     question = Question(args.ranks, shape, topology, BOTH[:1] if args.forward else BOTH)
     found = plan(question, heads=args.heads_axis, memory_limit=args.memory, at_least=args.show)
     best = found[0]

@@ -107,7 +107,7 @@ def test_wide_matrix_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
         ("plan --ranks 6 --topology dgx-h200 --seq-len inf", "is not a whole number"),
         ("plan --ranks 6 --topology dgx-h200 --memory inf", "is not a whole number"),
         ("plan --ranks 6 --topology dgx-h200 --trace nowhere/x.json", "there is no folder nowhere"),
-        ("plan --ranks 100003 --topology dgx-h200", "at most 1024"),
+        ("plan --ranks 100003 --topology dgx-h200", "at most 4096"),
         ("assignment --ranks 100000 --tile 1x100000", "at most 4096"),
         ("layouts --ranks 1000000", "at most 4096"),
         ("calibrate --out nowhere/x.json", "there is no folder nowhere"),
