@@ -23,7 +23,8 @@ from double_ring import double_ring
 from meshattn.plan.assignment import Tile, tiles
 from meshattn.plan.cost import CallShape
 from meshattn.plan.placement import Cut, MeshAxis
-from meshattn.plan.planner import Prediction, Question, rank_candidates
+from meshattn.plan.planner import Question, rank_candidates
+from meshattn.plan.prediction import Prediction
 from meshattn.plan.script import Exchange, pace_of, pass_script
 from meshattn.plan.timeline import Timeline, run
 from meshattn.plan.topology import Topology, load_topology

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshattn.plan.cost import HEAD_DIM_STEP, CallShape
-from meshattn.plan.planner import BOTH, Prediction, Question, plan, why
+from meshattn.plan.planner import BOTH, Question, plan
+from meshattn.plan.prediction import Prediction, why
 from meshattn.plan.script import pace_of, pass_script
 from meshattn.plan.timeline import Timeline, run
 from meshattn.plan.topology import load_topology, presets
@@ -47,6 +48,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=size, metavar="BYTES", help="cap on the buffers of a rank, as 8G")
     parser.add_argument("--forward", action="store_true", help="the forward alone, as for inference")
     parser.add_argument("--show", type=int, default=8, metavar="N", help="candidates to print (default 8)")
+    parser.add_argument(
+        "--placements",
+        action="store_true",
+        help="a line for every placement of a cut, not for the best alone",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--picture", type=Path, metavar="PNG", help="draw the assignment matrix of the best")
     parser.add_argument(
@@ -69,7 +75,13 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
             f"emulating each of {args.ranks} ranks: they do not fill their nodes", file=sys.stderr, flush=True
         )
     question = Question(args.ranks, shape, topology, BOTH[:1] if args.forward else BOTH)
-    found = plan(question, heads=args.heads_axis, memory_limit=args.memory, at_least=args.show)
+    found = plan(
+        question,
+        heads=args.heads_axis,
+        memory_limit=args.memory,
+        at_least=args.show,
+        placements=args.placements,
+    )
     best = found[0]
     if args.picture or args.timeline:
         from meshattn.pictures import draw_assignment, draw_timeline

@@ -18,89 +18,13 @@ from .hops import Visibility
 from .kernel_times import BlockPass
 from .links import LinkUse, link_use
 from .placement import ORDER, Cut, MeshAxis, Placement
+from .prediction import Prediction
 from .schedule import Direction
 from .script import block_times, num_groups, pace_of, pass_script
 from .timeline import run
 from .topology import Topology
 
 BOTH: tuple[Direction, ...] = ("forward", "backward")
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One candidate, all wanted passes together; microseconds and bytes."""
-
-    cut: Cut
-    order: tuple[MeshAxis, ...]
-    where: str
-    links: LinkUse
-    memory: int
-    """Buffers of a rank beside arguments and results, at the peak."""
-    bound_us: float
-    kernels_us: float
-    """What the blocks of a rank take, alone."""
-    total_us: float
-    compute_us: float
-    """Blocks, merges, copies, and what exchanges take from them."""
-    exposed_us: float
-    exchanges: int
-    """Messages that a rank sends."""
-
-    @property
-    def is_ring(self) -> bool:
-        return self.cut.heads == 1 and self.cut.tile.a == 1
-
-    @property
-    def is_ulysses(self) -> bool:
-        return self.cut.heads > 1 and self.cut.tile.ranks == 1
-
-    @property
-    def name(self) -> str:
-        """heads x a x b, and what it is known as."""
-        known = ""
-        if self.is_ring:
-            known = " (ring)"
-        elif self.is_ulysses:
-            known = " (Ulysses)"
-        elif self.cut.heads > 1 and self.cut.tile.a == 1:
-            known = " (USP)"
-        return f"{self.cut}{known}"
-
-    @property
-    def group(self) -> tuple[int, ...]:
-        """The ranks, numbered node by node, in the order that a mesh must be given."""
-        return Placement(self.cut, self.order, 1).group
-
-    @property
-    def limit(self) -> str:
-        """What the bound comes from, or that the time is far from all of them."""
-        uses = {
-            "compute": self.kernels_us,
-            "ports inside the node": self.links.port_us,
-            "network cards": self.links.card_us,
-        }
-        name = max(uses, key=lambda use: uses[use])
-        return name if self.total_us < 1.5 * uses[name] else f"waits (then {name})"
-
-    def as_json(self) -> dict[str, object]:
-        """In types that JSON knows."""
-        links = {name: getattr(self.links, name) for name in ("rank", "port", "card", "node", "leaving")}
-        return {
-            "heads": self.cut.heads,
-            "tile": str(self.cut.tile),
-            "name": self.name,
-            "order": list(self.order),
-            "where": self.where,
-            "sent_bytes": links,
-            "exchanges": self.exchanges,
-            "peak_bytes": self.memory,
-            "kernels_us": self.kernels_us,
-            "compute_us": self.compute_us,
-            "exposed_us": self.exposed_us,
-            "total_us": self.total_us,
-            "limit": self.limit,
-            "group": list(self.group),
-        }
 
 
 @dataclass(frozen=True)
@@ -203,9 +127,10 @@ def rank_candidates(
     *,
     at_least: int = 1,
     at_most: int | None = None,
+    placements: bool = False,
 ) -> list[Prediction]:
-    """The best first: the ``at_least`` best cuts, each once, where it is best placed, and those that were
-    emulated on the way.
+    """The best first: the ``at_least`` best cuts, each once, where it is best placed, or with ``placements``
+    the best pairs of both; and those that were emulated on the way.
     ``at_most`` so many are emulated, those with the least bounds.
 
     Equal times are in order of bytes, of those that leave nodes, then of buffers.
@@ -214,14 +139,15 @@ def rank_candidates(
         (question.bound_us(cut, order), question.memory(cut, order), number)
         for number, (cut, order) in enumerate(candidates)
     )
-    best: dict[Cut, Prediction] = {}
+    best: dict[object, Prediction] = {}
     for bound, _, number in bounds[:at_most]:
         found = sorted(best.values(), key=_preference)
         if len(found) >= at_least and bound > found[at_least - 1].total_us:
             break
         each = question.predict(*candidates[number])
-        if each.cut not in best or _preference(each) < _preference(best[each.cut]):
-            best[each.cut] = each
+        name = (each.cut, each.order) if placements else each.cut
+        if name not in best or _preference(each) < _preference(best[name]):
+            best[name] = each
     return sorted(best.values(), key=_preference)
 
 
@@ -231,10 +157,15 @@ def _preference(each: Prediction) -> tuple[object, ...]:
 
 
 def plan(
-    question: Question, *, heads: int | None = None, memory_limit: int | None = None, at_least: int = 10
+    question: Question,
+    *,
+    heads: int | None = None,
+    memory_limit: int | None = None,
+    at_least: int = 10,
+    placements: bool = False,
 ) -> list[Prediction]:
-    """The cuts, best first, each where it is best placed; plain ring and Ulysses, where they can be, always
-    among them.
+    """The cuts, best first, each where it is best placed, or with ``placements`` everywhere; plain ring and
+    Ulysses, where they can be, always among them.
 
     Raises ValueError if no cut keeps within ``memory_limit`` bytes of buffers.
     """
@@ -244,7 +175,7 @@ def plan(
         for order in cut.orders(question.topology.gpus_per_node)
     ]
     every = _within(question, every, memory_limit)
-    found = rank_candidates(question, every, at_least=at_least)
+    found = rank_candidates(question, every, at_least=at_least, placements=placements)
     for wanted in (Cut(1, Tile(1, question.ranks)), Cut(question.ranks, Tile(1, 1))):
         same = [each for each in every if each[0] == wanted]
         if same and all(each.cut != wanted for each in found):
@@ -269,36 +200,6 @@ def _within(
             "ranks"
         )
     return fitting
-
-
-def why(found: Sequence[Prediction]) -> str:
-    """One sentence: why the first wins."""
-    best, *others = found
-    share = 100 * best.kernels_us / best.total_us
-    if best.is_ring:
-        start = "plain ring is best here"
-    elif best.is_ulysses:
-        start = "Ulysses is best here"
-    else:
-        start = f"{best.cut} is best"
-    rivals = [each for each in others if each.cut != best.cut]
-    against = next((each for each in rivals if each.is_ring), rivals[0] if rivals else None)
-    text = f"{start}: kernels alone take {share:.0f} % of its {best.total_us / 1e3:.1f} ms"
-    if against is None:
-        return text + ", and there is no other way to cut"
-    times = against.total_us / best.total_us
-    if best.links.card_us or against.links.card_us:
-        busiest = (
-            f"its busiest network card sends {_size(best.links.card)}, that of {against.name} "
-            f"{_size(against.links.card)}"
-        )
-    else:
-        busiest = f"a rank sends {_size(best.links.rank)}, one of {against.name} {_size(against.links.rank)}"
-    return f"{text}, {busiest}, which takes {times:.2f} times as long"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 @lru_cache(maxsize=256)

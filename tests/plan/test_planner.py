@@ -10,7 +10,8 @@ from meshattn.plan import Tile, choose_tile, tiles
 from meshattn.plan.cost import total_bytes
 from meshattn.plan.heads import exchange, inner_shape
 from meshattn.plan.placement import ORDER, Cut, Placement, order_of, rank_order
-from meshattn.plan.planner import BOTH, Question, choose, cuts, plan, why
+from meshattn.plan.planner import BOTH, Question, choose, cuts, plan
+from meshattn.plan.prediction import why
 from plan.topology_cases import call, cluster
 
 
@@ -67,6 +68,27 @@ def test_why_names_what_wins() -> None:
     assert ulysses[0].is_ulysses == why(ulysses).startswith("Ulysses is best here")
     alone = plan(Question(1, call(64), cluster()))
     assert "no other way to cut" in why(alone)
+
+
+def test_why_says_what_the_next_cut_and_the_ring_lose() -> None:
+    found = plan(question(16, between=1.0, heads=8, kv_heads=8))
+    best, following = found[0], next(each for each in found if each.cut != found[0].cut)
+    ring = next(each for each in found if each.is_ring)
+    _, *against = why(found).split("; ")
+    assert [text.split(" takes ")[0] for text in against] == [following.name, ring.name]
+    assert f"takes {ring.total_us / best.total_us:.2f} times as long" in against[1]
+    assert f"it waits {ring.exposed_us / 1e3:.1f} instead of {best.exposed_us / 1e3:.1f} ms" in against[1]
+    assert ring.links.card > best.links.card and "busiest network card" in against[1]
+
+
+def test_every_placement_of_a_cut_has_a_line_if_wanted() -> None:
+    asked = question(12)
+    every = {(cut, order) for cut in cuts(12, asked.shape) for order in cut.orders(4)}
+    found = plan(asked, at_least=len(every), placements=True)
+    assert {(each.cut, each.order) for each in found} == every and len(found) == len(every)
+    assert [each.total_us for each in found] == sorted(each.total_us for each in found)
+    best = {each.cut: each for each in reversed(found)}
+    assert sorted(best.values(), key=found.index) == plan(asked, at_least=len(every))
 
 
 def test_slow_links_between_nodes_keep_heads_or_rows_inside() -> None:
