@@ -67,18 +67,32 @@ class Walks:
 
     def steps(self) -> tuple[Tensor, Tensor, Tensor]:
         """(walk, query tile, turn) of every step, int64, walk after walk."""
-        total = int(self.length.sum())
         walk = torch.repeat_interleave(torch.arange(len(self.kv)), self.length)
+        if self.slot is None:
+            return walk, *self._in_launch_order()
         begin = torch.cumsum(self.length, 0) - self.length
-        t = torch.arange(total) - begin[walk]
+        t = torch.arange(len(walk)) - begin[walk]
         first = self.first[walk]
         query = first + (self.start[walk] - first + self.direction[walk] * t) % self.length[walk]
-        key = walk if self.slot is None else (self.slot[walk] + t) * len(self.kv) + walk
-        order = torch.argsort(query * (int(key.max()) + 1 if total else 1) + key)
+        key = (self.slot[walk] + t) * len(self.kv) + walk
+        order = torch.argsort(query * (int(key.max()) + 1 if len(key) else 1) + key)
         visits = torch.bincount(query, minlength=self.query_tiles)
         turn = torch.empty_like(query)
-        turn[order] = torch.arange(total) - (torch.cumsum(visits, 0) - visits)[query[order]]
+        turn[order] = torch.arange(len(walk)) - (torch.cumsum(visits, 0) - visits)[query[order]]
         return walk, query, turn
+
+    def _in_launch_order(self) -> tuple[Tensor, Tensor]:
+        """Query tile and turn of every step where each walk comes after all before it: no sort of what may be
+        many millions of steps."""
+        visits, count = torch.zeros(self.query_tiles, dtype=torch.int64), torch.arange(self.query_tiles)
+        queries, turns = [count[:0]], [count[:0]]
+        columns = (self.first, self.length, self.start, self.direction)
+        for first, length, start, direction in zip(*(column.tolist() for column in columns), strict=True):
+            query = first + (start - first + direction * count[:length]) % length if length else count[:0]
+            queries.append(query)
+            turns.append(visits[query])
+            visits[first : first + length] += 1
+        return torch.cat(queries), torch.cat(turns)
 
 
 Walk = tuple[int, int, int, int, int]
