@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshattn.plan import CallShape, Tile, total_bytes
-from meshattn.plan.cost import peak_memory
-from meshattn.plan.heads import exchange, exchange_memory, inner_shape
+from meshattn.plan.heads import buffer_memory, exchange, inner_shape
 from meshattn.plan.placement import Cut
 from meshattn.plan.planner import choose, cuts
 from meshattn.plan.schedule import Direction
@@ -59,10 +58,4 @@ def formula_bytes(direction: Direction, cut: Cut, shape: CallShape) -> int:
 
 def formula_memory(cut: Cut, shape: CallShape, groups: int) -> int:
     """Buffers of a rank in the pass that needs more, its heads in so many groups."""
-    if cut.heads == 1:
-        return max(peak_memory(direction, cut.tile, shape) for direction in DIRECTIONS)
-    inner = inner_shape(shape, cut.heads, groups)
-    return max(
-        peak_memory(direction, cut.tile, inner) + exchange_memory(direction, shape, cut.heads, groups)
-        for direction in DIRECTIONS
-    )
+    return max(buffer_memory(direction, cut.tile, shape, cut.heads, groups) for direction in DIRECTIONS)

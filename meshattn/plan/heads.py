@@ -19,7 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
-from .cost import CallShape, Traffic
+from .assignment import Tile
+from .cost import CallShape, Traffic, peak_memory
 from .schedule import Direction, Way
 
 GROUP_COST = 16 * 2**20
@@ -89,6 +90,17 @@ def exchange_memory(direction: Direction, shape: CallShape, ranks: int, groups: 
     size = message_bytes(direction, shape, ranks, groups)
     sent = max(size.values()) if groups == 1 else sum(size.values())
     return (ranks - 1) * (sum(size.values()) + sent)
+
+
+def buffer_memory(direction: Direction, tile: Tile, shape: CallShape, ranks: int, groups: int = 1) -> int:
+    """Bytes of buffers of a rank in a pass of the cut ranks x tile, beside arguments and results."""
+    if ranks == 1:
+        return peak_memory(direction, tile, shape)
+    inner = inner_shape(shape, ranks, groups)
+    # q, k and v of all groups are kept for the backward pass; as much as q comes with do.
+    sizes = (inner.query_rows + inner.kv_rows) * (inner.head_dim + inner.head_dim_v)
+    joined = groups * sizes * inner.itemsize
+    return joined + peak_memory(direction, tile, inner) + exchange_memory(direction, shape, ranks, groups)
 
 
 def head_groups(shape: CallShape, ranks: int) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .assignment import Tile, tiles
-from .cost import CallShape, choose_tile, peak_memory, total_bytes
-from .heads import exchange, exchange_memory, inner_shape
+from .cost import CallShape, choose_tile, total_bytes
+from .heads import buffer_memory, exchange, inner_shape
 from .hops import Visibility
 from .kernel_times import BlockPass
 from .links import LinkUse, link_use
@@ -64,25 +64,8 @@ class Question:
 
     def memory(self, cut: Cut, order: tuple[MeshAxis, ...] = ORDER) -> int:
         """Buffers of a rank in the pass that needs more."""
-        if cut.heads == 1:
-            return max(peak_memory(direction, cut.tile, self.shape) for direction in self.passes)
         groups = num_groups(self.shape, cut, self.topology, order)
-        inner = inner_shape(self.shape, cut.heads, groups)
-        joined = (
-            groups
-            * inner.batch
-            * inner.rows
-            * inner.itemsize
-            * (
-                inner.heads * (inner.head_dim + inner.head_dim_v)
-                + inner.kv_heads * (inner.head_dim + inner.head_dim_v)
-            )
-        )
-        return joined + max(
-            peak_memory(direction, cut.tile, inner)
-            + exchange_memory(direction, self.shape, cut.heads, groups)
-            for direction in self.passes
-        )
+        return max(buffer_memory(each, cut.tile, self.shape, cut.heads, groups) for each in self.passes)
 
     def predict(self, cut: Cut, order: tuple[MeshAxis, ...]) -> Prediction:
         """Emulate a candidate."""
