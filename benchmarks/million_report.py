@@ -13,7 +13,6 @@ from meshattn.plan.schedule import Direction
 from rank_contenders import Case
 from sampled_oracle import Samples
 
-GIB = 2**30
 INTRO = (
     "Every cut ran once, behind a pass through a window of the same length and a second of matrix products. "
     "Times are those of the slowest rank. The kernel alone is what it takes for a rank's own block, scaled "
@@ -25,9 +24,24 @@ ERRORS = (
     "queries, and k * dk over all keys is q * dq over all rows: how far they are apart, relative."
 )
 MEMORY = (
-    "Sent as the transports count it, which equals the formula. The peak includes what the kernel keeps for "
-    "itself while it runs, which the formula of buffers does not."
+    "Sent as the transports count it, which equals the formula. The peak is that of both passes beyond q, k, "
+    "v and do. The formula is the planner's for buffers (without own chunks packed for send calls, which "
+    "copy engines do not need), out with its lse and delta, and the gradients or what the kernel keeps "
+    "for itself while it runs (measured alone), whichever is more: not both are there at a time."
 )
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What the kernel takes for the work of a rank if it does nothing else."""
+
+    forward: float  # seconds
+    backward: float
+    own: int  # bytes that it keeps for itself while it runs
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
 
 
 @dataclass(frozen=True)
@@ -42,18 +56,23 @@ class Outcome:
     sent: Mapping[Direction, int]
     formula: Mapping[Direction, int]
     peak: int  # bytes beyond the arguments, what transports receive in included
-    results: int
+    kept: int  # out, lse, delta
+    gradients: int
     buffers: int  # by the formula
 
     @property
     def both(self) -> float:
         return self.forward + self.backward
 
+    def expected_peak(self, alone: Alone) -> int:
+        """While the kernel works, or when the gradients are written."""
+        return self.kept + self.buffers + max(alone.own, self.gradients)
+
 
 def report(
     case: Case,
     outcomes: Sequence[Outcome],
-    limit: tuple[float, float],
+    alone: Alone,
     samples: Samples,
     folder: Path,
     commit: str | None,
@@ -61,7 +80,6 @@ def report(
     """Write the report and its records; returns it."""
     ranks, machine = dist.get_world_size(), Machine.here(commit=commit)
     flop = {step: x / ranks for step, x in case.flop().items()}
-    best = sum(limit)
 
     def rate(step: str, seconds: float) -> str:
         return f"{flop[step] / seconds / 1e12:.0f}"
@@ -73,24 +91,27 @@ def report(
             f"{x.forward:.3f}",
             f"{x.backward:.3f}",
             *(rate(step, s) for step, s in zip(flop, (x.forward, x.backward, x.both), strict=True)),
-            f"{best / x.both:.3f}",
+            f"{alone.both / x.both:.3f}",
             f"{x.host:.1f}",
         ]
         for x in outcomes
     ]
-    rates = [rate(step, s) for step, s in zip(flop, (*limit, best), strict=True)]
+    limit = alone.forward, alone.backward
+    rates = [rate(step, s) for step, s in zip(flop, (*limit, alone.both), strict=True)]
     rows.append(["kernel alone", *(f"{x:.3f}" for x in limit), *rates, "", ""])
     errors = table(
         ["cut", *outcomes[0].errors],
         [[x.name, *(f"{error:.1e}" for error in x.errors.values())] for x in outcomes],
     )
-    memory = table(
-        ["cut", "GiB sent fwd", "bwd", "peak GiB beyond arguments", "results", "buffers by formula"],
-        [
-            [x.name, *(f"{n / GIB:.2f}" for n in (*x.sent.values(), x.peak, x.results, x.buffers))]
-            for x in outcomes
-        ],
-    )
+    names = ["cut", "GiB sent fwd", "bwd", "peak GiB", "by formula", "measured / formula"]
+    names += ["out, lse, delta", "gradients", "buffers", "kernel's own"]
+    sizes = []
+    for x in outcomes:
+        expected = x.expected_peak(alone)
+        parts = (x.kept, x.gradients, x.buffers, alone.own)
+        sizes.append([x.name, *map(_gib, (*x.sent.values(), x.peak, expected)), f"{x.peak / expected:.3f}"])
+        sizes[-1] += map(_gib, parts)
+    memory = table(names, sizes)
     text = "\n\n".join(
         [
             f"# One layer at {case.seq_len:,} tokens on {ranks} ranks",
@@ -103,13 +124,13 @@ def report(
             "",
         ]
     )
-    path = write("million-tokens", [(machine, _records(case, outcomes, limit, ranks))], text, folder)
+    path = write("million-tokens", [(machine, _records(case, outcomes, alone, ranks))], text, folder)
     return f"{text}written to {path}"
 
 
-def _records(case: Case, outcomes: Sequence[Outcome], limit: tuple[float, float], ranks: int) -> list[Record]:
+def _records(case: Case, outcomes: Sequence[Outcome], alone: Alone, ranks: int) -> list[Record]:
     label = f"{case}-P{ranks}"
-    names = ("forward s", "backward s")
+    names, limit = ("forward s", "backward s"), (alone.forward, alone.backward)
     records = [Record("million", f"{label}-kernel", name, x) for name, x in zip(names, limit, strict=True)]
     for x in outcomes:
         mine = f"{label}-{x.name.replace(' ', '-')}"
@@ -119,9 +140,10 @@ def _records(case: Case, outcomes: Sequence[Outcome], limit: tuple[float, float]
         for step, num_bytes in x.sent.items():
             ratio = num_bytes / x.formula[step] if x.formula[step] else None
             records.append(Record("million", mine, f"{step} bytes", num_bytes, "formula", ratio))
-        records.append(
-            Record(
-                "million", mine, "peak bytes", x.peak, "results and buffers", x.peak / (x.results + x.buffers)
-            )
-        )
+        ratio = x.peak / x.expected_peak(alone)
+        records.append(Record("million", mine, "peak bytes", x.peak, "formula", ratio))
     return records
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f}"

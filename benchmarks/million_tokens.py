@@ -27,10 +27,11 @@ import meshattn as ma
 from harness import REPORTS
 from meshattn.layouts import Layout
 from meshattn.masks import MaskRule, block_intervals
+from meshattn.plan.cost import memory
 from meshattn.plan.placement import Cut
 from meshattn_kernels import BandIntervals, accumulator_dtype, choose_kernel, get_kernel
 from meshattn_kernels.contract import ACCUMULATOR_KINDS
-from million_report import Outcome, report
+from million_report import Alone, Outcome, report
 from rank_check import NAMES, check, oracle
 from rank_contenders import Case
 from rank_cuts import DIRECTIONS, cut_of, formula_bytes, formula_memory, name_of
@@ -62,8 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
     samples = sample(case.inputs(device), spread=options.spread, last=options.last, num_keys=options.keys)
     say(f"{len(samples.rows)} rows and {len(samples.keys)} keys in float64")
     exact = oracle(case, device)
-    limit = kernel_seconds(case, device)
-    say(f"the kernel alone {limit[0]:.3f} and {limit[1]:.3f} s")
+    alone = kernel_alone(case, device)
+    say(f"{alone}")
     outcomes: list[Outcome] = []
     wrong: list[Outcome] = []
     for kind in options.transport:
@@ -79,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
             mesh.close()
     if dist.get_rank() == 0:
         if outcomes:
-            print(report(case, outcomes, limit, samples, Path(options.out), options.commit))
+            print(report(case, outcomes, alone, samples, Path(options.out), options.commit))
         for found in wrong:
             print(f"WRONG, and not in the report: {found}", file=sys.stderr)
     dist.barrier()
@@ -126,9 +127,8 @@ class _Clock:
             print(f"{time.monotonic() - self._begin:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
-def kernel_seconds(case: Case, device: torch.device) -> tuple[float, float]:
-    """What the kernel needs, forward and backward, for the work of a rank if it does nothing else: measured
-    for the rank's own block of a striped sequence, scaled by the work. Collective."""
+def kernel_alone(case: Case, device: torch.device) -> Alone:
+    """Measured for the rank's own block of a striped sequence, seconds scaled by the work. Collective."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     kernel = get_kernel(case.kernel or choose_kernel(None, device, case.dtype, case.head_dim, case.head_dim))
     layout = Layout("striped", case.seq_len, ranks, -(-case.seq_len // ranks))
@@ -162,19 +162,22 @@ def kernel_seconds(case: Case, device: torch.device) -> tuple[float, float]:
         kernel.backward(q, k, v, do, lse, delta, dq, dkv, intervals, softmax_scale=scale, **first)
 
     forward(window)
+    held = _allocated(device)
     backward(window)
+    own = _peak(device) - held
     # Twice forward: what the host makes for the backward is made meanwhile.
     (_, ahead, back), _ = in_turn(
         device, lambda: forward(whole), lambda: forward(whole), lambda: backward(whole)
     )
     scaled = case.seq_len * (case.seq_len + 1) / 2 / ranks / whole.num_pairs
-    return ahead * scaled, back * scaled
+    return Alone(ahead * scaled, back * scaled, own)
 
 
 def measure(
     name: str, mesh: ma.AttentionMesh, cut: Cut, case: Case, samples: Samples, device: torch.device
 ) -> Outcome:
     """Forward and backward once; the worst of all ranks. Collective."""
+    _free(device)  # what is not in use, for the memory of transports
     seq = mesh.sequence(case.seq_len)
     q, k, v, do = (seq.shard(x) for x in case.inputs(device))
     for tensor in (q, k, v):
@@ -196,15 +199,20 @@ def measure(
     held = _allocated(device)
     (ahead, back), host = in_turn(device, forward, backward)
     peak = _peak(device) - held
-    if mesh.connection.copying is not None:
-        peak += mesh.connection.copying.receive_bytes
+    shape = case.shape(-(-case.seq_len // dist.get_world_size()))
+    buffers = formula_memory(cut, shape, mesh.split_heads(shape, device)[1])
+    copying = mesh.connection.copying
+    if copying is not None:
+        peak += copying.receive_bytes
+        if cut.heads == 1:
+            buffers -= memory("backward", cut.tile, shape).packed
     sent = {p: sum(x.sent_bytes for x in mesh.traffic() if x.phase == p) for p in DIRECTIONS}
     found = dict(zip(NAMES, (x.detach() for x in results), strict=True))
     errors = sampled_errors(samples, seq.position_ids().to(device), found)
     both = sums((q.detach(), k.detach(), v.detach(), do), found)
     both = both.cpu()
     dist.all_reduce(both)
-    shape = case.shape(-(-case.seq_len // dist.get_world_size()))
+    out, *gradients = results
     mine = Outcome(
         name=name,
         forward=ahead,
@@ -214,8 +222,9 @@ def measure(
         sent=sent,
         formula={p: formula_bytes(p, cut, shape) for p in DIRECTIONS},
         peak=peak,
-        results=sum(x.nbytes for x in results) + 4 * q.shape[1] * q.shape[2],
-        buffers=formula_memory(cut, shape, mesh.split_heads(shape, device)[1]),
+        kept=out.nbytes + 2 * shape.query_rows * shape.acc_itemsize,
+        gradients=sum(x.nbytes for x in gradients),
+        buffers=buffers,
     )
     every: list[Outcome] = [mine] * dist.get_world_size()
     dist.all_gather_object(every, mine)
@@ -234,9 +243,14 @@ def _allocated(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
+
+
+def _free(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def _peak(device: torch.device) -> int:
