@@ -8,12 +8,15 @@ memory.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshattn_kernels.portable.launch import on_device
+from meshattn_kernels.bound import Kept, Launch, bound
+from meshattn_kernels.portable.launch import INTERPRETED, on_device
 
 _TILE = 4096  # elements of a program's tile
 
@@ -80,26 +83,45 @@ def merge_kernel(
 
 
 def launch_delta(do: Tensor, out: Tensor) -> Tensor:
-    batch, rows, heads, dim = do.shape
+    batch, rows, heads, _ = do.shape
     delta = torch.empty((batch, heads, rows), dtype=torch.float32, device=do.device)
-    constants = _constants(dim)
-    programs = batch * heads * -(-rows // constants["ROWS"])
-    if programs:
-        with on_device(do.device):
-            delta_kernel[(programs,)](do, out, delta, rows, heads, *do.stride(), *out.stride(), **constants)
+    strides = *do.stride(), *out.stride()
+    _launch(delta_kernel, do.shape, (do, out, delta), (rows, heads, *strides))
     return delta
 
 
 def launch_merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    batch, rows, heads, dim = out.shape
-    constants = _constants(dim)
-    programs = batch * heads * -(-rows // constants["ROWS"])
-    if programs:
-        with on_device(out.device):
-            merge_kernel[(programs,)](
-                out, lse, other_out, other_lse, rows, heads, *out.stride(), *lse.stride(),
-                *other_out.stride(), *other_lse.stride(), **constants,
-            )  # fmt: skip
+    _, rows, heads, _ = out.shape
+    tensors = out, lse, other_out, other_lse
+    strides = *out.stride(), *lse.stride(), *other_out.stride(), *other_lse.stride()
+    _launch(merge_kernel, out.shape, tensors, (rows, heads, *strides))
+
+
+_launches: Kept[Launch] = Kept()
+
+
+def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> None:
+    """A kernel on the rows of [B, C, H, D], with all that its code and its arguments depend on."""
+    device = tensors[0].device
+    with on_device(device):
+        pointers, types = [x.data_ptr() for x in tensors], [x.dtype for x in tensors]
+        key = (id(kernel), *pointers, *types, *shape, *sizes, device.index)
+        launch = _launches.get(key)
+        if launch is None:
+            batch, rows, heads, dim = shape
+            constants = _constants(dim)
+            programs = batch * heads * -(-rows // constants["ROWS"])
+            if programs == 0:
+                return
+            if INTERPRETED:
+                kernel[(programs,)](*tensors, *sizes, **constants)
+                return
+            args = (*tensors, *sizes)
+            compiled = kernel.warmup(*args, **constants, grid=(programs,))
+            launch = _launches.put(
+                key, bound(compiled, device.index, programs, args, tuple(constants.values()))
+            )
+        launch()
 
 
 def _constants(dim: int) -> dict[str, int]:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from meshattn_kernels.bound import Kept, Launch
 from meshattn_kernels.device import on_device
 from meshattn_kernels.hopper.backward import backward_kernel
 from meshattn_kernels.hopper.failure import mailbox
 from meshattn_kernels.hopper.forward import forward_kernel
-from meshattn_kernels.hopper.launch import Kept, Kernel, Launch, descriptor, tiles_of
+from meshattn_kernels.hopper.launch import Kernel, descriptor, tiles_of
 from meshattn_kernels.hopper.ordered_add import segment_of
 from meshattn_kernels.hopper.plans import (
     BAND,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from meshattn_kernels.bound import Kept, Launch
 from meshattn_kernels.contract import (
     AccumulatorKind,
     ChunkSizes,
@@ -26,7 +27,7 @@ from meshattn_kernels.contract import (
 from meshattn_kernels.device import multiprocessors, on_device
 from meshattn_kernels.dispatch import choose_kernel
 from meshattn_kernels.hopper.bind import bind_backward, bind_forward, finished_dkv, finished_dq
-from meshattn_kernels.hopper.launch import Kept, Launch, tma_ready
+from meshattn_kernels.hopper.launch import tma_ready
 from meshattn_kernels.hopper.plans import BackwardPlan, Call, backward_plan, forward_plan, number_of
 from meshattn_kernels.intervals import BandIntervals, Intervals
 
