@@ -47,10 +47,10 @@ class NcclGroup:
             return None  # a captured exchange runs later, and often
         return _recorded_event()
 
-    def follow(self, where: str, begun: torch.cuda.Event) -> None:
+    def follow(self, where: Callable[[], str], begun: torch.cuda.Event) -> None:
         """Called when the current stream waits for them: see that they end. Their buffers are not kept."""
         done = _recorded_event()
-        self._watch.add(_Exchange(f"{where} did not end", begun, done, self._abort))
+        self._watch.add(_Exchange(where, begun, done, self._abort))
 
     def _abort(self) -> None:
         if not self._aborted:
@@ -84,10 +84,14 @@ def _recorded_event() -> torch.cuda.Event:
 class _Exchange:
     """What the watch looks at."""
 
-    failure: str
+    where: Callable[[], str]
     begun: Any  # event before it
     done: Any  # event behind it
     let_go: Callable[[], None]
+
+    @property
+    def failure(self) -> str:
+        return f"{self.where()} did not end"
 
     def has_begun(self) -> bool:
         return bool(self.begun.query())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,17 +19,27 @@ from meshattn.transport.nccl import NcclGroup
 _TAGS = 2**31
 
 
+@dataclass(frozen=True)
+class _Half:
+    """One tensor that goes to or comes from a group rank."""
+
+    sends: bool
+    buffer: Tensor
+    peer: int
+    tag: int
+
+
 class _P2PHandle:
     def __init__(
         self,
-        where: str,
         works: Sequence[dist.Work],
         buffers: Sequence[Tensor],
+        where: Callable[[], str],
         behind: Callable[[], None] = lambda: None,
     ) -> None:
-        self._where = where
         self._works = works
         self._buffers = buffers  # kept alive until all is done
+        self._where = where
         self._behind = behind  # called when the current stream waits for all of it
 
     def wait(self) -> None:
@@ -35,7 +47,7 @@ class _P2PHandle:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _failed(self._where, str(error)) from error
+                raise _failed(self._where(), str(error)) from error
         self._behind()
 
     def release(self) -> None:
@@ -79,31 +91,42 @@ class P2PTransport(Transport):
         return self._exchange_together([(message, send, recv)])
 
     def _exchange_together(self, exchanges: Sequence[Exchange]) -> _P2PHandle:
-        operations = [operation for exchange in exchanges for operation in self._operations(*exchange)]
-        buffers = [operation.tensor for operation in operations]
-        where = f"{exchanges[0][0].label}: {self._peers([message for message, _, _ in exchanges])}"
+        halves = [half for exchange in exchanges for half in self._halves(*exchange)]
+        buffers = [half.buffer for half in halves]
+        where = partial(self._told, [message for message, _, _ in exchanges])
         nccl = self._nccl_of(buffers)
         begun = None if nccl is None else nccl.begin()
         try:
-            works = dist.batch_isend_irecv(operations) if operations else []
+            works = self._batch(halves) if halves else []
         except RuntimeError as error:
-            raise _failed(where, str(error)) from error
+            raise _failed(where(), str(error)) from error
         if nccl is None or begun is None or not works:
-            return _P2PHandle(where, works, buffers)
-        return _P2PHandle(where, works, buffers, partial(nccl.follow, where, begun))
+            return _P2PHandle(works, buffers, where)
+        return _P2PHandle(works, buffers, where, partial(nccl.follow, where, begun))
 
-    def _operations(
-        self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None
-    ) -> list[dist.P2POp]:
+    def _halves(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> list[_Half]:
         tag = self._exchanges % _TAGS
         self._exchanges += 1
-        packed = None if send is None else packed_bytes(send)
-        halves = [(dist.isend, packed, message.to), (dist.irecv, recv, message.source)]
-        return [
-            dist.P2POp(operation, buffer, group=self.group, tag=tag, group_peer=self._members[peer])
-            for operation, buffer, peer in halves
-            if buffer is not None
+        halves = []
+        if send is not None:
+            halves.append(_Half(True, packed_bytes(send), self._members[message.to], tag))
+        if recv is not None:
+            halves.append(_Half(False, recv, self._members[message.source], tag))
+        return halves
+
+    def _batch(self, halves: Sequence[_Half]) -> list[dist.Work]:
+        """Start all at once, as ``batch_isend_irecv`` does, with less on the way to the backend."""
+        backend: Any = self.group._get_backend(halves[0].buffer.device)
+        if backend.supports_coalescing:
+            backend._start_coalescing()
+        works = [
+            (backend.send if half.sends else backend.recv)([half.buffer], half.peer, half.tag)
+            for half in halves
         ]
+        return [backend._end_coalescing()] if backend.supports_coalescing else works
+
+    def _told(self, messages: Sequence[Message]) -> str:
+        return f"{messages[0].label}: {self._peers(messages)}"
 
     def _peers(self, messages: Sequence[Message]) -> str:
         if len(messages) == 1:
