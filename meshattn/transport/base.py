@@ -61,11 +61,14 @@ class Traffic:
     def count(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> None:
         if send is None and recv is None:
             return
-        key = (message.phase, message.axis, message.flow)
-        counts = self._counts.setdefault(key, [0, 0, 0])
+        for part in send or ():
+            assert part.is_contiguous(), message.label
+        assert recv is None or recv.is_contiguous(), message.label
+        key = message.phase, message.axis, message.flow
+        counts = self._counts.get(key) or self._counts.setdefault(key, [0, 0, 0])
         if send is not None:
             counts[0] += 1
-            counts[1] += sum(part.nbytes for part in send)
+            counts[1] += sum([part.nbytes for part in send])
         if recv is not None:
             counts[2] += recv.nbytes
 
@@ -137,19 +140,14 @@ class Transport(ABC):
         A half that is None does not take place, and its peer leaves it out too. Every rank starts every
         exchange all the same, also one of which nothing is left for it.
         """
-        self._count(message, send, recv)
+        self.traffic.count(message, send, recv)
         return self._exchange(message, send, recv)
 
     def start_together(self, exchanges: Sequence[Exchange]) -> Handle:
         """Start several exchanges, as `start` does one, which may run side by side."""
         for exchange in exchanges:
-            self._count(*exchange)
+            self.traffic.count(*exchange)
         return self._exchange_together(exchanges)
-
-    def _count(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> None:
-        assert all(x.is_contiguous() for x in send or ()), message.label
-        assert recv is None or recv.is_contiguous(), message.label
-        self.traffic.count(message, send, recv)
 
     def _exchange_together(self, exchanges: Sequence[Exchange]) -> Handle:
         return _All([self._exchange(*exchange) for exchange in exchanges])

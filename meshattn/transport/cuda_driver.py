@@ -112,9 +112,8 @@ class CudaStreamOps:
         self._nan = torch.full((_NAN_BYTES,), 255, dtype=torch.uint8, pin_memory=True)
         self._current: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
-    def _check(self, call: str, status: int) -> None:
-        if status != _SUCCESS:
-            raise _error(self._functions, call, status)
+    def _failed(self, call: str, status: int) -> CudaDriverError:
+        return _error(self._functions, call, status)
 
     def current_stream(self) -> int:
         return int(self._current(self._device.index))
@@ -124,14 +123,17 @@ class CudaStreamOps:
 
     def write(self, stream: int, address: int, value: int) -> None:
         """Write 32 bits, here or on a peer, when all before it on the stream has been done and is visible."""
-        self._check("cuStreamWriteValue32", self._write(stream, address, value, _WITH_FENCE))
+        if status := self._write(stream, address, value, _WITH_FENCE):
+            raise self._failed("cuStreamWriteValue32", status)
 
     def wait(self, stream: int, address: int, value: int) -> None:
         """Hold the stream until the 32 bits at an address of this device equal the value."""
-        self._check("cuStreamWaitValue32", self._wait(stream, address, value, _EQUAL))
+        if status := self._wait(stream, address, value, _EQUAL):
+            raise self._failed("cuStreamWaitValue32", status)
 
     def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
-        self._check("cuMemcpyDtoDAsync", self._copy(to, source, nbytes, stream))
+        if status := self._copy(to, source, nbytes, stream):
+            raise self._failed("cuMemcpyDtoDAsync", status)
 
     def rescue_word(self, address: int, value: int) -> None:
         """Write 0 or 1 while other streams are blocked: a copy from the host needs no queue of theirs."""
@@ -143,25 +145,28 @@ class CudaStreamOps:
             self._from_host(address + begin, self._nan.data_ptr(), min(_NAN_BYTES, nbytes - begin))
 
     def _from_host(self, address: int, source: int, nbytes: int) -> None:
-        status = self._copy_from_host(address, source, nbytes, self._rescue_stream)
-        self._check("cuMemcpyHtoDAsync", status)
+        if status := self._copy_from_host(address, source, nbytes, self._rescue_stream):
+            raise self._failed("cuMemcpyHtoDAsync", status)
 
     def new_event(self) -> int:
         event = c_void_p()
-        self._check("cuEventCreate", self._create(byref(event), _NO_TIMING))
+        if status := self._create(byref(event), _NO_TIMING):
+            raise self._failed("cuEventCreate", status)
         assert event.value is not None
         return event.value
 
     def record(self, event: int, stream: int) -> None:
-        self._check("cuEventRecord", self._record(event, stream))
+        if status := self._record(event, stream):
+            raise self._failed("cuEventRecord", status)
 
     def wait_event(self, stream: int, event: int) -> None:
-        self._check("cuStreamWaitEvent", self._wait_event(stream, event, 0))
+        if status := self._wait_event(stream, event, 0):
+            raise self._failed("cuStreamWaitEvent", status)
 
     def is_done(self, event: int) -> bool:
         status = self._query(event)
-        if status != _NOT_READY:
-            self._check("cuEventQuery", status)
+        if status not in (_SUCCESS, _NOT_READY):
+            raise self._failed("cuEventQuery", status)
         return bool(status == _SUCCESS)
 
     def enter_thread(self) -> None:

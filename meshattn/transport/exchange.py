@@ -32,8 +32,9 @@ class Region:
 
 @dataclass(frozen=True)
 class Place:
-    """Addresses of an exchange: two flags here, two on the peers, and the slot that is filled there."""
+    """Addresses of an exchange: the slot that is filled and two flags here, and the same on the peers."""
 
+    slot: int
     ready: int
     granted: int
     ready_there: int
@@ -44,6 +45,7 @@ class Place:
     def of(message: Message, rank: int, region: Region, layout: SlotLayout) -> Place:
         slot, here, there = message.slot, region.addresses[rank], region.addresses[message.to]
         return Place(
+            slot=here + layout.data(slot),
             ready=here + layout.ready(slot),
             granted=here + layout.granted(message.to, slot),
             ready_there=there + layout.ready(slot),
@@ -136,6 +138,7 @@ class Exchange:
         self.message = message
         self.send = send  # kept alive until the current stream is behind them
         self.sources = [(part.data_ptr(), part.nbytes) for part in send or ()]
+        assert sum(nbytes for _, nbytes in self.sources) <= arena.layout.slot_bytes, message.label
         self.recv = recv
         self._arena = arena
         self._live = not engine.ops.capturing()  # a captured exchange runs later, and often
@@ -144,6 +147,7 @@ class Exchange:
         if place is None:
             place = arena.places[message] = Place.of(message, engine.rank, arena.region, arena.layout)
         self.place = place
+        assert recv is None or recv.data_ptr() == place.slot, f"{message.label}: not slot {message.slot}"
 
     def begin(self, *, behind_current: bool) -> None:
         """Let the sender fill the slot once all that has used it is over, and push, after what stands now on

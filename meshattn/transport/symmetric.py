@@ -117,12 +117,8 @@ class SymmetricTransport(Transport):
         arena.stream = stream
 
     def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> Exchange:
-        self.check()
+        self._engine.watch.check()
         arena = self._arenas[message.axis, message.flow]
-        begin = arena.region.local.data_ptr() + arena.layout.data(message.slot)
-        assert recv is None or recv.data_ptr() == begin, f"{message.label}: not slot {message.slot}"
-        assert send is None or sum(part.nbytes for part in send) <= arena.layout.slot_bytes
-        assert recv is None or recv.numel() <= arena.layout.slot_bytes
         assert message.slot not in arena.open, f"{message.label}: slot {message.slot} is still in use"
         arena.open.add(message.slot)
         exchange = Exchange(self._engine, arena, message, send, recv)
