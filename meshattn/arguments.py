@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SOFTCAPS = 1e-30, 1e30  # within float32, with room for the factors that kernels put to them
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     causal: bool
     softmax_scale: float | None
     window_size: tuple[int, int]
@@ -30,7 +30,7 @@ class Options:
     unknown: tuple[str, ...] = ()
 
     def words(self) -> dict[str, str]:
-        return {name: str(value) for name, value in vars(self).items()}
+        return {name: str(value) for name, value in self._asdict().items()}
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -66,8 +66,12 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def autocast_type(device: str) -> torch.dtype | None:
     """None where autocast is off, or unknown to this kind of device."""
-    known = torch.amp.is_autocast_available(device)
-    return torch.get_autocast_dtype(device) if known and torch.is_autocast_enabled(device) else None
+    if not _knows_autocast(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+_knows_autocast = lru_cache(torch.amp.is_autocast_available)
 
 
 def check_keys(seq: ShardedSequence, keys: ShardedSequence) -> None:

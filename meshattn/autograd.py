@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from meshattn.heads import HeadCall
 from meshattn.mesh import AttentionMesh
 from meshattn.transport.base import TransportError
 from meshattn_kernels.rules import WITHOUT_LSE_GRADIENT
+
+_Result = TypeVar("_Result")
 
 
 def differentiable_attention(
@@ -30,15 +32,16 @@ def differentiable_attention(
     return result
 
 
-@contextmanager
-def _engine_room(mesh: AttentionMesh, call: HeadCall) -> Iterator[None]:
+def _in_engine_room(mesh: AttentionMesh, call: HeadCall, work: Callable[[], _Result]) -> _Result:
     """Autocast is off, because the engine chooses its types itself; a failed transfer is explained."""
     kind = call.inner.device.type
-    with nullcontext() if autocast_type(kind) is None else torch.autocast(kind, enabled=False):
-        try:
-            yield
-        except TransportError as error:
-            raise mesh.explain(error) from error
+    try:
+        if autocast_type(kind) is None:
+            return work()
+        with torch.autocast(kind, enabled=False):
+            return work()
+    except TransportError as error:
+        raise mesh.explain(error) from error
 
 
 class _Attention(torch.autograd.Function):
@@ -54,8 +57,8 @@ class _Attention(torch.autograd.Function):
         seed: int,
         *origins: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        with _engine_room(mesh, call):
-            out, lse, kept = heads.forward(call, q, k, v, sinks, seed)
+        work = partial(heads.forward, call, q, k, v, sinks, seed)
+        out, lse, kept = _in_engine_room(mesh, call, work)
         ctx.save_for_backward(out, lse, sinks, *origins, *kept)  # type: ignore[arg-type]  # None is allowed
         ctx.set_materialize_grads(False)
         ctx.mesh, ctx.call, ctx.seed = mesh, call, seed  # type: ignore[attr-defined]
@@ -75,8 +78,9 @@ class _Attention(torch.autograd.Function):
         ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it"}, error)
         if do is None:  # only lse is used
             do = torch.zeros_like(out)
-        with torch.no_grad(), _engine_room(ctx.mesh, ctx.call):
-            grads = heads.backward(ctx.call, kept, out, lse, do, dlse, sinks, ctx.seed)
+        work = partial(heads.backward, ctx.call, kept, out, lse, do, dlse, sinks, ctx.seed)
+        with torch.no_grad():
+            grads = _in_engine_room(ctx.mesh, ctx.call, work)
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients
             sources = [x for x in (*origins, sinks, do, dlse) if x is not None]
             some = [x for x in grads if x is not None]

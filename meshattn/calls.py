@@ -66,7 +66,11 @@ def attend(
     mesh.require_open()
     keys = seq if kv_seq is None else kv_seq
     looks = _looks(name, q, k, v, kv_seq, sinks, dropout_seed, options)
-    ready = seq.ready.get(looks)
+    ready: _Ready | None = None
+    try:
+        ready = seq.ready.get(looks)
+    except TypeError:  # an option has no hash
+        looks = object()
     if ready is None:
         ready = seq.ready[looks] = _make_ready(name, q, k, v, seq, keys, sinks, dropout_seed, options)
         if len(seq.ready) > _KEPT_CALLS:
@@ -99,9 +103,12 @@ def _looks(
         return object()
     if not is_seed(dropout_seed):
         return object()
-    kind, grad = q.device.type, torch.is_grad_enabled()
-    tensors = tuple((type(x), x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in given)
-    return name, tensors, grad, autocast_type(kind), kv_seq, dropout_seed is None, repr(options)
+    tensors = [(type(x), x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in given]
+    modes = torch.is_grad_enabled(), autocast_type(q.device.type), dropout_seed is None
+    causal, scale, window, *others = options
+    # 1 equals 1.0 and True, but not every option takes all of them; a list has no hash.
+    types = tuple(map(type, options))
+    return name, *tensors, *modes, kv_seq, types, causal, scale, repr(window), *others
 
 
 def _make_ready(

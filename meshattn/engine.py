@@ -122,34 +122,29 @@ class _Accumulators:
     """Partial results of one kind (out, dq or dkv): one slot for each that is live, and buffers for those
     that arrive."""
 
-    def __init__(self, call: Call, program: Program, kind: AccumulatorKind) -> None:
-        axis, slots = AXIS[kind], program.schedule.slots
-        by_row = axis == "row"
-        held, received = (slots.row_acc, slots.row_recv) if by_row else (slots.col_acc, slots.col_recv)
+    def __init__(self, call: Call, kind: AccumulatorKind) -> None:
+        line = self._line = call.lines[kind]
         self._kernel = call.kernel
-        self._kind = kind
         self._dtype = call.result_dtype(kind)
         self._softmax_scale = call.softmax_scale
-        packing, wire = call.packings[kind]
-        self.moves = received > 0
+        self.moves = line.received > 0
         self._packed: list[Packed] = []
-        self.views: list[Views]
-        if self.moves:
-            self._packed = [packing.new(call.device) for _ in range(held)]
-            self.views = [packed.views for packed in self._packed]
-        else:  # tensors of their own, which the caller may get and write to
-            self.views = [packing.tensors(call.device) for _ in range(held)]
-        self._received = program.transports[axis].received(axis, "outward", wire, received, call.device)
+        self._received: Sequence[Packed] = ()
         # One is enough: a partial is sent only after the one before it has gone and its echo is merged.
         self._staging: Packed | None = None
-        if wire is not packing and self.moves:
-            self._staging = wire.within(torch.empty_like(self._received[0].flat))
-        self._last = None if kind == "out" else program.last_merges.get(kind)
+        self.views: list[Views]
+        if self.moves:
+            self._packed = [line.packing.new(call.device) for _ in range(line.held)]
+            self.views = [packed.views for packed in self._packed]
+            self._received = line.transport.received(
+                line.axis, "outward", line.wire, line.received, call.device
+            )
+            if line.wire is not line.packing:
+                self._staging = line.wire.within(torch.empty_like(self._received[0].flat))
+        else:  # tensors of their own, which the caller may get and write to
+            self.views = [line.packing.tensors(call.device) for _ in range(line.held)]
         self._plus: Views | None = None
         self._written: set[int] = set()
-        # Whether nothing but the parts of the own block is added to the own line until they are done.
-        across = program.schedule.tile.size("col" if by_row else "row")
-        self._lonely = across == 1 and axis not in program.schedule.direct
         self._parts_first = False  # for all parts of the block that is cut
 
     def first(self, index: int, slot: int, block: Block) -> bool:
@@ -158,7 +153,7 @@ class _Accumulators:
             return self._is_new(index)
         if block.part == 0:
             self._parts_first = self._is_new(index)
-            if self._parts_first and not self._lonely:  # something between the parts adds to all of it
+            if self._parts_first and not self._line.lonely:  # something between the parts adds to all of it
                 clear_accumulator(self.views[slot])
                 self._parts_first = False
         return self._parts_first
@@ -187,10 +182,10 @@ class _Accumulators:
     def merge(self, merge: Merge) -> None:
         self._settle(merge.index, merge.acc)
         mine, theirs = self.views[merge.acc], self._received[merge.recv_slot].views
-        if merge.transfer == self._last:  # added when the line is finished, which reads it once less
+        if merge.transfer == self._line.last:  # added when the line is finished, which reads it once less
             self._plus = theirs
             return
-        if self._kind == "out":
+        if self._line.kind == "out":
             merge_partial(mine["out"], mine["lse"], theirs["out"], theirs["lse"])
         else:
             add_accumulator(mine, theirs)
@@ -203,7 +198,11 @@ class _Accumulators:
         """This rank's own row or column in the caller's layout and type."""
         self.complete()
         return self._kernel.finish(
-            self._kind, self.views[0], dtype=self._dtype, softmax_scale=self._softmax_scale, plus=self._plus
+            self._line.kind,
+            self.views[0],
+            dtype=self._dtype,
+            softmax_scale=self._softmax_scale,
+            plus=self._plus,
         )
 
 
@@ -220,9 +219,7 @@ class _Pass:
     ) -> None:
         self._call, self._program, self._seed = call, program, seed
         self._rows, self._cols = (_Chunks(call, program, *chunk) for chunk in chunks.items())
-        self._partials: dict[str, _Accumulators] = {
-            kind: _Accumulators(call, program, kind) for kind in partials
-        }
+        self._partials: dict[str, _Accumulators] = {kind: _Accumulators(call, kind) for kind in partials}
 
     def _holder(self, transfer: Transfer) -> _Chunks | _Accumulators:
         if transfer.inward:

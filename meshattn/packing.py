@@ -64,11 +64,21 @@ class Packing:
 
     def new(self, device: torch.device) -> Packed:
         """A buffer for fields of one type, which is the type of the buffer."""
-        (dtype,) = {field.dtype for field in self.fields}
+        dtype, places = self._places
         flat = torch.empty(self.nbytes // dtype.itemsize, dtype=dtype, device=device)
-        sizes = [prod(field.shape) for field in self.fields]
-        pieces = zip(self.fields, torch.split(flat, sizes), strict=True)
-        return Packed(flat, {field.name: piece.view(field.shape) for field, piece in pieces})
+        views = {name: flat.as_strided(shape, strides, begin) for name, shape, strides, begin in places}
+        return Packed(flat, views)
+
+    @cached_property
+    def _places(self) -> tuple[torch.dtype, tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]]:
+        """The one type of all fields; name, shape, strides and first element of each."""
+        (dtype,) = {field.dtype for field in self.fields}
+        places, begin = [], 0
+        for field in self.fields:
+            strides = tuple(prod(field.shape[dim + 1 :]) for dim in range(len(field.shape)))
+            places.append((field.name, field.shape, strides, begin))
+            begin += prod(field.shape)
+        return dtype, tuple(places)
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         """The fields as tensors of their own, where nothing is to be sent."""

@@ -14,9 +14,9 @@ import torch
 
 from meshattn.dropout import DropoutRule
 from meshattn.packing import Field, Packing
-from meshattn.plan.assignment import Assignment
+from meshattn.plan.assignment import Assignment, Axis
 from meshattn.plan.hops import Hops
-from meshattn.plan.schedule import Block, Merge, Payload, Schedule, Transfer
+from meshattn.plan.schedule import AXIS, Block, Merge, Payload, Schedule, Transfer
 from meshattn.transport.base import Message, Transport
 from meshattn_kernels import AttentionKernel, Intervals
 from meshattn_kernels.contract import ACCUMULATOR_KINDS, AccumulatorKind
@@ -137,6 +137,21 @@ class Program:
 
 
 @dataclass(frozen=True)
+class Line:
+    """The accumulators of one kind in one pass: how many are live at once, and how they lie and travel."""
+
+    kind: AccumulatorKind
+    axis: Axis
+    transport: Transport
+    held: int
+    received: int  # buffers for those that arrive
+    packing: Packing
+    wire: Packing  # how they travel: the same one if that is the same
+    last: int | None  # the transfer whose partial is added when the line is finished
+    lonely: bool  # nothing but parts of the own block is added to the own line until they are done
+
+
+@dataclass(frozen=True)
 class Call:
     """What both passes of one attention call share on one rank; no tensors."""
 
@@ -176,10 +191,27 @@ class Call:
         return tuple(zip(names, (self.head_dim, self.head_dim_v), strict=True))
 
     @cached_property
-    def packings(self) -> Mapping[AccumulatorKind, tuple[Packing, Packing]]:
-        """How the accumulators of each kind lie here, and how they travel; the same one if that is the
-        same."""
-        return {kind: self._packings(kind) for kind in ACCUMULATOR_KINDS}
+    def lines(self) -> Mapping[AccumulatorKind, Line]:
+        """The accumulators of each kind."""
+        return {kind: self._line(kind) for kind in ACCUMULATOR_KINDS}
+
+    def _line(self, kind: AccumulatorKind) -> Line:
+        program = self.forward if kind == "out" else self.backward
+        axis, slots, tile = AXIS[kind], program.schedule.slots, program.schedule.tile
+        by_row = axis == "row"
+        held, received = (slots.row_acc, slots.row_recv) if by_row else (slots.col_acc, slots.col_recv)
+        packing, wire = self._packings(kind)
+        return Line(
+            kind=kind,
+            axis=axis,
+            transport=program.transports[axis],
+            held=held,
+            received=received,
+            packing=packing,
+            wire=wire,
+            last=None if kind == "out" else program.last_merges.get(kind),
+            lonely=tile.size("col" if by_row else "row") == 1 and axis not in program.schedule.direct,
+        )
 
     def _packings(self, kind: AccumulatorKind) -> tuple[Packing, Packing]:
         shapes = self.kernel.accumulator_shapes(
