@@ -225,12 +225,34 @@ def blocks(head_dims: Sequence[int]) -> list[Comparison]:
     return comparisons
 
 
+def required(head_dims: Sequence[int]) -> list[Comparison]:
+    """What ``wanted.py`` asks for and nothing else, so that one run of some minutes answers all of it."""
+    naive = {"hopper": (BACKWARD,), "hopper@naive": (BACKWARD,)}
+    flex = {name: (BACKWARD_TOTAL,) for name in ("triton", "triton-dash", "flex")}
+    against_flex = [(name, "flex", BACKWARD_TOTAL) for name in ("triton", "triton-dash")]
+    return [
+        *quick(head_dims),
+        *(
+            _compare(of_hidden(d, True, 16384), naive, [("hopper", "hopper@naive", BACKWARD)])
+            for d in head_dims
+        ),
+        *(
+            found
+            for found in blocks(head_dims)
+            if found.figures[0].case.rows == found.figures[0].case.num_keys == 8192
+        ),
+        *groups(head_dims),
+        *(_compare(case, flex, against_flex) for case in _squares(head_dims, (16384,))),
+    ]
+
+
 def _squares(head_dims: Sequence[int], rows: Sequence[int]) -> list[Case]:
     return [of_hidden(d, causal, s) for d in head_dims for s in rows for causal in (True, False)]
 
 
 SUITES = {
     "quick": quick,
+    "required": required,
     "peers": peers,
     "portable": portable,
     "lengths": lengths,

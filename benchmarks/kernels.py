@@ -2,12 +2,13 @@
 state.
 
     python benchmarks/kernels.py --suite quick              ours and FlashAttention-4 at 16k and 4k
+    python benchmarks/kernels.py --suite required           what wanted.py asks for, and no more
     python benchmarks/kernels.py --suite all                everything, minutes
     python benchmarks/kernels.py --join a.jsonl b.jsonl     one report of several runs
 
-Suites: quick; peers (all kernels); portable (those for any GPU); lengths (1k to 32k); schedules (each
-backward schedule); groups (GQA and MQA against MHA); blocks (blocks of a mesh step, merging and adding);
-launch (host time of a call, CUDA graphs).
+Suites: quick; required; peers (all kernels); portable (those for any GPU); lengths (1k to 32k); schedules
+(each backward schedule); groups (GQA and MQA against MHA); blocks (blocks of a mesh step, merging and
+adding); launch (host time of a call, CUDA graphs).
 
 Every kernel is first checked against float64 at the shape that is timed; one that fails is reported and not
 timed. Records are written after each comparison, so that a run that is cut off leaves what it has measured.
