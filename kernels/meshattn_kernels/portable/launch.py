@@ -103,7 +103,7 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
         ("sm80", 256): Tiling(32, 16, stages=3, warps=8),
         ("small", 64): Tiling(32, 128, stages=3, warps=8),
         ("small", 128): Tiling(32, 64, stages=3, warps=8),
-        ("small", 256): Tiling(32, 32, stages=3, warps=8),
+        ("small", 256): Tiling(32, 32, stages=2, warps=8),
     },
 }
 # float32 products run without tensor cores, so that they are as exact as eager attention in float32.
