@@ -16,9 +16,17 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from meshattn.agreement import Agreement, RankMismatchError
-from meshattn.automatic import TileLike, as_topology, auto_heads, digest, read_tile
 from meshattn.dropout import DropoutSeeds
 from meshattn.layouts import LayoutKind
+from meshattn.mesh_arguments import (
+    TileLike,
+    as_topology,
+    auto_heads,
+    checked_heads,
+    checked_tile,
+    digest,
+    seconds_of,
+)
 from meshattn.plan.assignment import Assignment, Axis, Tile
 from meshattn.plan.cost import NOMINAL, CallShape, Pace
 from meshattn.plan.heads import HeadSplit, head_groups
@@ -90,7 +98,7 @@ def init_attention_mesh(
     error: Exception | None = None
     seconds = DEFAULT_TIMEOUT
     try:
-        seconds = _seconds(timeout)
+        seconds = seconds_of(timeout)
     except ValueError as failure:
         error = failure
     connection = connect(group, seconds)
@@ -99,8 +107,8 @@ def init_attention_mesh(
         check_transport(transport, group)
         cluster = None if topology is None else as_topology(topology)
         wanted = auto_heads(heads, num_heads, seq_len, tile, connection.size, cluster)
-        head_ranks = _check_heads(wanted, head_groups, connection.size)
-        chosen = _tile(tile, connection.size, head_ranks)
+        head_ranks = checked_heads(wanted, head_groups, connection.size)
+        chosen = checked_tile(tile, connection.size, head_ranks)
     except Exception as failure:  # whatever it is, the other ranks must not wait for this one
         error = error or failure
     stated = {
@@ -334,43 +342,5 @@ class AttentionMesh:
             raise ValueError("this mesh has been closed: build a new one with init_attention_mesh()")
 
 
-def _seconds(timeout: float | timedelta) -> float:
-    if isinstance(timeout, timedelta):
-        timeout = timeout.total_seconds()
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0.001 <= timeout <= 1e7:
-        raise ValueError(f"timeout is {timeout!r}: give seconds between 0.001 and 1e7, or a timedelta")
-    return float(timeout)
-
-
 def _counted(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("s" if number != 1 else "")
-
-
-def _check_heads(heads: int | str, head_groups: str | int, ranks: int) -> int:
-    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or ranks % heads:
-        fitting = ", ".join(str(w) for w in range(1, ranks + 1) if ranks % w == 0)
-        raise ValueError(f"heads={heads!r} must divide the {ranks} ranks of the mesh: use one of {fitting}")
-    if head_groups == "auto":
-        return heads
-    if type(head_groups) is not int or head_groups < 1:
-        raise ValueError(f"head_groups={head_groups!r}: give a whole number from 1 on, or 'auto'")
-    if heads == 1 and head_groups != 1:
-        raise ValueError(
-            f"head_groups={head_groups} without a head axis: there is no exchange of heads that it could "
-            "hide; leave it out, or pass heads="
-        )
-    return heads
-
-
-def _tile(tile: TileLike, ranks: int, heads: int) -> Tile | None:
-    chosen = read_tile(tile)
-    if chosen is None:
-        return None
-    if chosen.ranks != (chunks := ranks // heads):
-        fitting = ", ".join(f"{a}x{chunks // a}" for a in range(1, chunks + 1) if chunks % a == 0)
-        with_heads = f" with heads={heads}" if heads > 1 else ""
-        raise ValueError(
-            f"tile {chosen} needs {chosen.ranks * heads} ranks{with_heads} but the mesh has {ranks}: use one "
-            f"of {fitting}"
-        )
-    return chosen

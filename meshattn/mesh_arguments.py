@@ -1,8 +1,9 @@
-"""What a mesh makes of "auto", and of the tile and the topology that it is given."""
+"""What a mesh makes of its arguments: of "auto", of the tile, the head axis, the topology and the timeout."""
 
 from __future__ import annotations
 
 import hashlib
+from datetime import timedelta
 from pathlib import Path
 
 from meshattn.plan.assignment import Tile
@@ -75,3 +76,44 @@ def auto_heads(
     rows = -(-(seq_len or ranks) // ranks)
     shape = CallShape(1, rows, query_heads, kv_heads, HEAD_DIM, HEAD_DIM, 2, 4, 4, causal=True)
     return choose(ranks, shape, heads=None, tile=read_tile(tile), topology=topology).heads
+
+
+def seconds_of(timeout: float | timedelta) -> float:
+    """ValueError for what is no time to wait."""
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0.001 <= timeout <= 1e7:
+        raise ValueError(f"timeout is {timeout!r}: give seconds between 0.001 and 1e7, or a timedelta")
+    return float(timeout)
+
+
+def checked_heads(heads: int | str, head_groups: str | int, ranks: int) -> int:
+    """Ranks of the head axis; ValueError where they or the groups of heads cannot be."""
+    if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or ranks % heads:
+        fitting = ", ".join(str(w) for w in range(1, ranks + 1) if ranks % w == 0)
+        raise ValueError(f"heads={heads!r} must divide the {ranks} ranks of the mesh: use one of {fitting}")
+    if head_groups == "auto":
+        return heads
+    if type(head_groups) is not int or head_groups < 1:
+        raise ValueError(f"head_groups={head_groups!r}: give a whole number from 1 on, or 'auto'")
+    if heads == 1 and head_groups != 1:
+        raise ValueError(
+            f"head_groups={head_groups} without a head axis: there is no exchange of heads that it could "
+            "hide; leave it out, or pass heads="
+        )
+    return heads
+
+
+def checked_tile(tile: TileLike, ranks: int, heads: int) -> Tile | None:
+    """None for "auto"; ValueError for a tile that these ranks do not fill."""
+    chosen = read_tile(tile)
+    if chosen is None:
+        return None
+    if chosen.ranks != (chunks := ranks // heads):
+        fitting = ", ".join(f"{a}x{chunks // a}" for a in range(1, chunks + 1) if chunks % a == 0)
+        with_heads = f" with heads={heads}" if heads > 1 else ""
+        raise ValueError(
+            f"tile {chosen} needs {chosen.ranks * heads} ranks{with_heads} but the mesh has {ranks}: use one "
+            f"of {fitting}"
+        )
+    return chosen
