@@ -67,10 +67,6 @@ class _Scores:
     numbers: tuple[int | float, ...]
     changed: tuple[bool, bool]
 
-    @property
-    def dropout(self) -> bool:
-        return self.changed[1]
-
 
 @dataclass(frozen=True)
 class _Portable:
@@ -140,7 +136,7 @@ class _Portable:
         q, k, v = readable(q), readable(k), readable(v)
         batch, rows, heads, _ = q.shape
         scores = self._scores(q, softmax_scale)
-        tiles = tiles_for("forward", q, v, dropout=scores.dropout)
+        tiles = tiles_for("forward", q, v)
         bounds = row_bounds(intervals, lse)
         with on_device(q.device):
             _forward(
@@ -229,7 +225,7 @@ class TritonDashKernel(_Portable):
         batch, rows, heads, head_dim = q.shape
         _, keys, kv_heads, _ = v.shape
         scores = self._scores(q, softmax_scale)
-        tiles = tiles_for("dash", q, v, dropout=scores.dropout)
+        tiles = tiles_for("dash", q, v)
         table = self._table(q, k, intervals, tiles).to(q.device)
         bounds = row_bounds(intervals, exponent)
         dq_acc = dq["dq"]
@@ -292,7 +288,7 @@ def _two_loop_dkdv(
 ) -> None:
     batch, rows, heads, _ = q.shape
     _, keys, kv_heads, _ = v.shape
-    tiles = tiles_for("dkdv", q, v, dropout=scores.dropout)
+    tiles = tiles_for("dkdv", q, v)
     bounds = row_bounds(intervals, exponent)
     kv_tiles = -(-keys // tiles.kv_tile)
     group = heads // kv_heads
@@ -331,7 +327,7 @@ def _two_loop_dq(
     first: bool,
 ) -> None:
     batch, rows, heads, _ = q.shape
-    tiles = tiles_for("dq", q, v, dropout=scores.dropout)
+    tiles = tiles_for("dq", q, v)
     bounds = row_bounds(intervals, exponent)
     with on_device(q.device):
         _dq(

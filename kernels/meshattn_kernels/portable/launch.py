@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -149,15 +149,9 @@ def tiling(which: Pass, padded_dim: int, dtype: torch.dtype, capability: Capabil
     return _HALF[which][family, bucket]
 
 
-def tiles_for(which: Pass, q: Tensor, v: Tensor, *, dropout: bool = False) -> Tiling:
+def tiles_for(which: Pass, q: Tensor, v: Tensor) -> Tiling:
     """Tile sizes for a call."""
-    tiles = tiling(which, max(padded(q.shape[-1]), padded(v.shape[-1])), q.dtype, capability_of(q.device))
-    return with_registers(tiles) if dropout and not INTERPRETED else tiles
-
-
-def with_registers(tiles: Tiling) -> Tiling:
-    """The same tiles for more threads: random numbers take registers, of which four warps have too few."""
-    return replace(tiles, warps=max(tiles.warps, 8))
+    return tiling(which, max(padded(q.shape[-1]), padded(v.shape[-1])), q.dtype, capability_of(q.device))
 
 
 def strides(*tensors: Tensor) -> list[int]:
