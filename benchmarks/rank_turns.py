@@ -1,7 +1,9 @@
 """Timing of forward and backward passes on several ranks, which take turns in lockstep.
 
 Each turn runs pairs of a forward and a backward pass one behind the other, as training does, and the host may
-run ahead of the GPU. The first third of a turn only settles the clock of the GPU. The time of a rank is the
+run ahead of the GPU. PyTorch hands a backward pass to a thread of its own, in a model once for all layers;
+here, where every layer is a pass, it would come twice for each pair, so it stays in the thread that calls it.
+The first third of a turn only settles the clock of the GPU. The time of a rank is the
 mean over the rest, that of the turn the slowest rank's. What is compared is compared within a round, where
 the turns lie milliseconds apart: clocks drift by a tenth within seconds.
 """
@@ -77,12 +79,13 @@ def _gpu_times(contender: Contender, settling: int, pairs: int) -> tuple[float, 
     events.append(torch.cuda.Event(enable_timing=True, blocking=True))
     clock = [time.perf_counter()]
     events[0].record()
-    for number in range(pairs):
-        out = contender.forward()
-        events[2 * number + 1].record()
-        contender.backward(out)
-        events[2 * number + 2].record()
-        clock.append(time.perf_counter())
+    with torch.autograd.set_multithreading_enabled(False):
+        for number in range(pairs):
+            out = contender.forward()
+            events[2 * number + 1].record()
+            contender.backward(out)
+            events[2 * number + 2].record()
+            clock.append(time.perf_counter())
     # Of the first ones: a host that is far ahead waits for the GPU to take its work.
     host = statistics.median([(b - a) * 1e3 for a, b in itertools.pairwise(clock[: AHEAD + 1])])
     events[-1].synchronize()  # asleep: ranks that share cores would take them from those who send
