@@ -312,9 +312,11 @@ BYTES = """\
 A tile cuts the bytes of a rank and of the busiest card; the bytes that leave all nodes fall less, or
 rise where all cards of a node work instead of one."""
 UNKNOWN = """\
-Where we agree: the factor over ring and the bytes saved at 256 GPUs, with the tile 8x32 (rows inside a
-node) or near it. Where not: with grouped heads a ring moves a quarter of the bytes, and both factors
-shrink; the paper does not say which of its figures have grouped heads. A double ring, which the paper
+Where we agree: one key/value head for each query head, the bytes saved at 256 GPUs, and a factor over
+ring of that size, with the tile 8x32 (rows inside a node) or near it. Where not: from 128k to 512k tokens
+our factors without grouped heads are up to twice the paper's best, because a ring is then bound by one
+card a node and a tile by its kernels; with grouped heads a ring moves a quarter of the bytes, and both
+factors shrink below the paper's; it does not say which of its figures have them. A double ring, which it
 does not compare with as far as we know, gets most of the time back at the price of the ring's bytes, and
 with enough heads USP or a mesh with a head axis is faster than any tile alone. Unknown settings of the
 paper: GPUs, cards and nodes; heads and sizes of the model, grouped or not; mask and layout; types of
