@@ -21,7 +21,8 @@ INTRO = (
 ERRORS = (
     "Against float64 at {rows} rows (spread over the sequence, and all of the last ones) and {keys} keys: "
     "the largest of a row and head, relative to the length of the exact one. dv over all keys is do over all "
-    "queries, and k * dk over all keys is q * dq over all rows: how far they are apart, relative."
+    "queries, and k * dk over all keys is q * dq over all rows: how far they are apart, relative. "
+    "Results whose bits are equal on all ranks have the same digest."
 )
 MEMORY = (
     "Sent as the transports count it, which equals the formula. The peak is that of both passes beyond q, k, "
@@ -59,6 +60,7 @@ class Outcome:
     kept: int  # out, lse, delta
     gradients: int
     buffers: int  # by the formula
+    bits: int  # equal for equal bits of all results on all ranks
 
     @property
     def both(self) -> float:
@@ -100,8 +102,8 @@ def report(
     rates = [rate(step, s) for step, s in zip(flop, (*limit, alone.both), strict=True)]
     rows.append(["kernel alone", *(f"{x:.3f}" for x in limit), *rates, "", ""])
     errors = table(
-        ["cut", *outcomes[0].errors],
-        [[x.name, *(f"{error:.1e}" for error in x.errors.values())] for x in outcomes],
+        ["cut", *outcomes[0].errors, "digest of the bits"],
+        [[x.name, *(f"{error:.1e}" for error in x.errors.values()), f"{x.bits:016x}"] for x in outcomes],
     )
     names = ["cut", "GiB sent fwd", "bwd", "peak GiB", "by formula", "measured / formula"]
     names += ["out, lse, delta", "gradients", "buffers", "kernel's own"]
@@ -137,6 +139,7 @@ def _records(case: Case, outcomes: Sequence[Outcome], alone: Alone, ranks: int) 
         for name, spent, least in zip(names, (x.forward, x.backward), limit, strict=True):
             records.append(Record("million", mine, name, spent, "kernel alone", least / spent))
         records += [Record("million", mine, f"error {name}", error) for name, error in x.errors.items()]
+        records.append(Record("million", mine, f"digest {x.bits:016x}", x.bits))
         for step, num_bytes in x.sent.items():
             ratio = num_bytes / x.formula[step] if x.formula[step] else None
             records.append(Record("million", mine, f"{step} bytes", num_bytes, "formula", ratio))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import sampled_oracle
 from meshattn import reference
+from million_tokens import digest
 from sampled_oracle import errors_of_sums, sample, sampled_errors, sums
 
 PROGRAM = Path(sampled_oracle.__file__).with_name("million_tokens.py")
@@ -83,11 +84,34 @@ def test_sums_over_all_keys_hold_and_notice_a_key_that_no_sample_has(
         assert {key for key, error in errors.items() if error > 1e-10} == bad
 
 
+def test_any_bit_changes_the_digest() -> None:
+    results = [torch.randn(1, 5, 2, 8), torch.randn(1, 5, 1, 8).bfloat16()]
+    before = digest(results)
+    assert before == digest([x.clone() for x in results])
+    for result in results:
+        result.view(torch.int16)[0, 3, 0, 2] ^= 1
+        assert digest(results) != before
+        result.view(torch.int16)[0, 3, 0, 2] ^= 1
+    results[0][0, [0, 1]] = results[0][0, [1, 0]]
+    assert digest(results) != before
+
+
 def test_two_ranks_run_check_and_report_it(tmp_path: Path) -> None:
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(PROGRAM)]
     sizes = "--seq-len 1501 --heads 4 --kv-heads 2 --head-dim 16 --dtype float32 --transport p2p --last 60"
     run = subprocess.run(
-        [sys.executable, *start, *sizes.split(), "--cut", "1x2", "2x1", "2x1x1", "--out", str(tmp_path)],
+        [
+            sys.executable,
+            *start,
+            *sizes.split(),
+            "--cut",
+            "1x2",
+            "2x1",
+            "2x1x1",
+            "1x2",
+            "--out",
+            str(tmp_path),
+        ],
         capture_output=True,
         text=True,
         timeout=120,
@@ -103,3 +127,5 @@ def test_two_ranks_run_check_and_report_it(tmp_path: Path) -> None:
             if record["metric"].endswith(" bytes") and "peak" not in record["metric"]
         } == {1.0}
         assert max(record["ours"] for record in mine if record["metric"].startswith("error")) < 1e-5
+    digests = [record["metric"] for record in records if "digest" in record["metric"]]
+    assert digests[0] == digests[3] and len(set(digests)) == 3
