@@ -69,7 +69,7 @@ class Measured:
     def of(record: dict[str, object]) -> Measured | None:
         """None for a record of something else, or of what is not emulated."""
         found = NAME.fullmatch(str(record["case"]))
-        step = re.fullmatch(r"(forward|backward) ms", str(record["metric"]))
+        step = re.fullmatch(r"(forward|backward) (ms|s)", str(record["metric"]))
         if not (found and step) or found[8] != EVEN or "graph" in (found[12] or ""):
             return None
         batch, seq_len, heads, kv_heads, head_dim, ranks = (int(found[n]) for n in (1, 2, 3, 4, 5, 9))
@@ -85,7 +85,7 @@ class Measured:
             cut=Cut(int(found[10] or 1), Tile.parse(found[11])),
             transport=transport,
             direction="forward" if step[1] == "forward" else "backward",
-            ms=float(str(record["ours"])),
+            ms=float(str(record["ours"])) * (1 if step[2] == "ms" else 1e3),
         )
 
 

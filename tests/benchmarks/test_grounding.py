@@ -32,6 +32,7 @@ def test_a_record_says_what_was_run() -> None:
     for case in (CASE.replace("striped", "zigzag"), CASE.replace("2x3", "one-GPU"), CASE + "-graph"):
         assert grounding.Measured.of(record(case)) is None
     assert grounding.Measured.of(record(metric="forward bytes")) is None
+    assert grounding.Measured.of(record(metric="forward s", ours=0.001)) == measured
 
 
 def test_perfect_and_reversed_measurements() -> None:

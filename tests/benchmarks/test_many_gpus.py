@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import many_gpus
+import many_steps
 import options
 import undertaker
 from meshattn import cli
@@ -40,16 +41,16 @@ def parser_of(program: str) -> Callable[[list[str]], Any]:
     return parse
 
 
-SCALES = {name: many_gpus.scale_of(8, gpus) for name, gpus in (("real", 8), ("shared", 2), ("cpu", 0))}
+SCALES = {name: many_steps.scale_of(8, gpus) for name, gpus in (("real", 8), ("shared", 2), ("cpu", 0))}
 of_scales = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 
 
 @of_scales
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_every_step_gives_its_program_options_that_it_takes(
-    ranks: int, scale: many_gpus.Scale, tmp_path: Path
+    ranks: int, scale: many_steps.Scale, tmp_path: Path
 ) -> None:
-    steps = many_gpus.steps(ranks, scale, tmp_path)
+    steps = many_steps.steps(ranks, scale, tmp_path)
     assert sum(step.limit for step in steps) <= EIGHT_MINUTES
     for step in steps:
         program, *given = step.program
@@ -60,11 +61,11 @@ def test_every_step_gives_its_program_options_that_it_takes(
                 parsed.out
                 == tmp_path
                 / {
-                    "auto": many_gpus.TOPOLOGY,
-                    "p2p": many_gpus.SOCKETS,
+                    "auto": many_steps.TOPOLOGY,
+                    "p2p": many_steps.SOCKETS,
                 }[parsed.transport]
             )
-        elif program == str(many_gpus.TRAIN):
+        elif program == str(many_steps.TRAIN):
             parsed = options.parse(given)
             assert options.choose_tile(parsed, ranks)
             assert parsed.log_file == tmp_path / step.name / "log.jsonl"
@@ -76,7 +77,7 @@ def test_every_step_gives_its_program_options_that_it_takes(
 
 
 def test_real_ranks_are_torchruns_and_others_those_of_a_virtual_cluster() -> None:
-    here, slow = many_gpus.Step("a", ("x.py", "-y"), 9), many_gpus.Step("b", ("x.py",), 9, 250)
+    here, slow = many_steps.Step("a", ("x.py", "-y"), 9), many_steps.Step("b", ("x.py",), 9, 250)
     start = {
         (step.name, name): many_gpus.command(step, 4, scale)
         for step in (here, slow)
@@ -104,9 +105,9 @@ def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
     monkeypatch.setattr(many_gpus, "command", lambda step, ranks, scale: [sys.executable, *step.program])
     monkeypatch.setattr(many_gpus, "_SPARE", 0.2)
     programs = [
-        many_gpus.Step("good", ("-c", "print('it works')"), 60),
-        many_gpus.Step("bad", ("-c", "raise SystemExit(3)"), 60),
-        many_gpus.Step("slow", ("-c", "import time; time.sleep(99)"), 0),
+        many_steps.Step("good", ("-c", "print('it works')"), 60),
+        many_steps.Step("bad", ("-c", "raise SystemExit(3)"), 60),
+        many_steps.Step("slow", ("-c", "import time; time.sleep(99)"), 0),
     ]
     outcomes = [many_gpus.run(step, 2, SCALES["shared"], tmp_path, {}) for step in programs]
     assert [outcome.code for outcome in outcomes] == [0, 3, 124]
@@ -114,7 +115,7 @@ def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
         lines = [json.dumps({"loss": loss, "tokens": 10, "seconds": 0.5}) for loss in losses]
         (tmp_path / f"train-{kind}").mkdir()
         (tmp_path / f"train-{kind}" / "log.jsonl").write_text("\n".join(lines))
-    (tmp_path / many_gpus.TOPOLOGY).write_text("{}")  # a measurement that was cut short
+    (tmp_path / many_steps.TOPOLOGY).write_text("{}")  # a measurement that was cut short
     path = many_gpus.report(outcomes, 2, SCALES["shared"], tmp_path, predict=True)
     text = path.read_text()
     assert "it works" in text and "cannot be told: ValueError" in text

@@ -1,0 +1,173 @@
+"""What `many_gpus.py` runs: programs, options and limits, by the GPUs that there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshattn.plan import CallShape, Tile, tiles
+from meshattn.plan.placement import Cut
+from meshattn.plan.planner import choose
+from meshattn.plan.topology import load_topology
+from rank_cuts import name_of
+from virtual_cluster import KERNEL_OF_SHARED_GPUS
+
+HERE = Path(__file__).resolve().parent
+TRAIN = HERE.parent / "launch" / "train.py"
+TOPOLOGY, SOCKETS = "topology.json", "nccl.json"  # of "auto" and of "p2p"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of all steps, as options of their programs, by what the ranks run on."""
+
+    name: str  # behind that of the report
+    device: str
+    model: str
+    lengths: str
+    million: int
+    slow: str
+    rate: float  # MB/s of slowed links
+    train: str
+    blocks: str
+    transports: str
+    beside: str = ""
+    kernel: str = ""
+
+    @property
+    def real(self) -> bool:
+        """Whether every rank has a GPU of its own."""
+        return self.name == ""
+
+
+def scale_of(ranks: int, gpus: int) -> Scale:
+    """That of so many ranks on so many GPUs."""
+    if gpus >= ranks:
+        return Scale(
+            name="",
+            device="cuda",
+            model="--heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16",
+            lengths="32768 131072",
+            million=2**20,
+            slow="--seq-len 32768 --heads 16 --head-dim 64 --dtype bfloat16",
+            rate=1000,
+            train=f"--layers 16 --dim 2048 --heads 16 --kv-heads 4 --seq-len {32_768 * ranks} "
+            "--dtype bfloat16",
+            blocks="--heads 32 16 8 --rows 4k 16k 32k --head-dim 128 --group 4",
+            transports="symmetric p2p",
+            beside="--one-gpu --torch cudnn flash",
+        )
+    if gpus:
+        return Scale(
+            name="-virtual",
+            device="cuda",
+            model="--heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16",
+            lengths="8192",
+            million=2**16,
+            slow="--seq-len 8192 --heads 16 --head-dim 64 --dtype bfloat16",
+            rate=250,
+            train="--layers 4 --dim 512 --heads 4 --kv-heads 2 --seq-len 16384 --dtype bfloat16",
+            blocks="--heads 32 8 --rows 1k 2k --head-dim 128 --group 4",
+            transports="symmetric p2p",
+            kernel=KERNEL_OF_SHARED_GPUS,  # the blocks of others wait for each other
+        )
+    return Scale(
+        name="-cpu",
+        device="cpu",
+        model="--heads 8 --kv-heads 8 --head-dim 16 --dtype float32",
+        lengths="256",
+        million=2048,
+        slow="--seq-len 256 --heads 4 --head-dim 32",
+        rate=20,
+        train="--layers 1 --dim 32 --heads 4 --seq-len 512",
+        blocks="--heads 8 --rows 32 64 --head-dim 16 --messages 16k 256k",
+        transports="p2p",
+        kernel="reference",
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One program on all ranks.
+
+    Args:
+        name: also of its folder below that of the report.
+        program: with its options; what it writes goes to its folder.
+        limit: seconds after which it is ended.
+        rate: MB/s of a rank's link to the others where it stands for a node; None on one host.
+    """
+
+    name: str
+    program: tuple[str, ...]
+    limit: float
+    rate: float | None = None
+
+
+def steps(ranks: int, scale: Scale, out: Path) -> list[Step]:
+    """What is run, in order; the limits add up to less than eight minutes."""
+    distributed, million = str(HERE / "distributed.py"), str(HERE / "million_tokens.py")
+    self_test, train = str(HERE / "self_test.py"), str(TRAIN)
+    moved, timed = f"--transport {scale.transports}", "--rounds 3 --turn-ms 150 --timeout 60"
+    half = ranks // 2
+    cuts = [
+        *(Cut(1, tile) for tile in tiles(ranks)),
+        Cut(2, Tile(1, half)),
+        Cut(2, squarest(half)),
+        Cut(ranks, Tile(1, 1)),
+    ]
+    named = " ".join(dict.fromkeys(map(name_of, cuts)))
+    tested = "" if scale.device == "cuda" else "--dtype float32 --head-dim 16"
+    trained = f"{scale.train} --device {scale.device} --lr 3e-4 --warmup 4 --timeout 60"
+    mine, nccl = out / TOPOLOGY, out / SOCKETS
+    best = scale.transports.split()[0]
+    found = [
+        ("self-test", self_test, f"{moved} {tested}", 45, None),
+        ("calibrate", "-m", f"meshattn calibrate --out {mine} {scale.blocks}", 35, None),
+        ("calibrate-nccl", "-m", f"meshattn calibrate --out {nccl} {scale.blocks} --transport p2p", 30, None),
+        (
+            "tables",
+            distributed,
+            f"--seq-len {scale.lengths} {scale.model} --tile {named} {moved} {scale.beside} {timed}",
+            120,
+            None,
+        ),
+        ("slow-links", distributed, f"{scale.slow} --no-bare --rounds 3", 45, scale.rate),
+        (
+            "million",
+            million,
+            f"--seq-len {scale.million} {scale.model} --cut {long_cuts(ranks)} --transport {best} "
+            "--timeout 100",
+            105,
+            None,
+        ),
+        ("train-mesh", train, f"--attention mesh {trained} --steps 10", 65, None),
+        ("train-ring", train, f"--attention ring {trained} --steps 4", 35, None),
+    ]
+    kernel = ["--kernel", scale.kernel] if scale.kernel else []
+    return [
+        Step(name, (program, *options.split(), *kernel, *_written(program, out / name)), limit, rate)
+        for name, program, options, limit, rate in found
+    ]
+
+
+def long_cuts(ranks: int) -> str:
+    """For a million tokens: the ring, what the planner takes on GPUs like those of the preset, the squarest
+    tile."""
+    shape = CallShape(
+        batch=1, rows=2**20 // ranks, heads=32, kv_heads=8, head_dim=128, head_dim_v=128, itemsize=2,
+        reduce_itemsize=4, acc_itemsize=4, causal=True,
+    )  # fmt: skip
+    best = choose(ranks, shape, heads=None, topology=load_topology("dgx-h200"))
+    return " ".join(dict.fromkeys(map(name_of, (Cut(1, Tile(1, ranks)), best, Cut(1, squarest(ranks))))))
+
+
+def squarest(ranks: int) -> Tile:
+    """The tile of these ranks whose sides differ least, no taller than wide."""
+    return max((tile for tile in tiles(ranks) if tile.a <= tile.b), key=lambda tile: tile.a)
+
+
+def _written(program: str, folder: Path) -> list[str]:
+    """The option that says where a program writes."""
+    if program == "-m":
+        return []
+    return ["--log-file", str(folder / "log.jsonl")] if program == str(TRAIN) else ["--out", str(folder)]
