@@ -35,7 +35,7 @@ from meshattn.program import Call, Program
 from meshattn.sequence import ShardedSequence
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
-from meshattn_kernels.sharing import leave_room, takes_parts
+from meshattn_kernels.sharing import among, leave_room, takes_parts
 
 _KEPT_CALLS = 32  # kinds of calls on one sequence that are not checked again: those of all layers of a model
 
@@ -230,6 +230,7 @@ def _plan(
     kernel: AttentionKernel,
     tile: Tile | None,
 ) -> HeadCall:
+    kernel = among(kernel, q.device, mesh.connection.sharers)
     outside = _shape(q, k, v, options)
     split, groups = mesh.split_heads(outside, q.device)
     # The lists are those of one group: how many there are changes no order, and so no bits.

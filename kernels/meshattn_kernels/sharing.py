@@ -22,6 +22,16 @@ def leave_room(kernel: AttentionKernel, device: torch.device, multiprocessors: i
     return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), workers=workers))
 
 
+def among(kernel: AttentionKernel, device: torch.device, ranks: int) -> AttentionKernel:
+    """The kernel on this rank's part of the multiprocessors of a ``device`` that so many ranks share, with the
+    same bits: a kernel whose blocks wait for each other needs them all at once, and those of other ranks may
+    be taken by what waits for this one."""
+    if ranks == 1 or device.type != "cuda" or not hasattr(kernel, "workers"):
+        return kernel
+    workers = max(1, (kernel.workers or gpu.multiprocessors(device)) // ranks)
+    return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), workers=workers))
+
+
 def takes_parts(kernel: AttentionKernel) -> bool:
     """Whether ``of_part`` can cut its work."""
     return hasattr(kernel, "part")

@@ -26,6 +26,7 @@ from meshattn.transport.hosts import (
     nodes_of,
     obstacle,
     place_here,
+    sharers,
     try_copy_engines,
 )
 from meshattn.transport.p2p import P2PTransport
@@ -49,6 +50,7 @@ class Connection:
     reason: str  # why this transport, or why copy engines
     timeout: float
     choice: str = "auto"
+    sharers: int = 1  # ranks of the mesh on this rank's GPU, itself included
     nodes: tuple[int, ...] = ()  # host of every rank, where copy engines connect the ranks of a host
     engine: CopyEngine | None = None
     device: torch.device | None = None  # that the engine serves
@@ -157,6 +159,7 @@ def choose(connection: Connection, transport: str) -> Connection:
     nccl = connection.transport.uses_nccl
     device = _device_in_use(asked_for=nccl or transport == "symmetric")
     places = gather_places(roll, place_here(device))
+    connection = replace(connection, sharers=sharers(places, connection.rank))
     if transport == "p2p":
         chosen = replace(connection, choice=transport, reason="as asked for")
     else:

@@ -100,6 +100,13 @@ def nodes_of(places: Sequence[Place]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(place.node, len(numbers)) for place in places)
 
 
+def sharers(places: Sequence[Place], rank: int) -> int:
+    """How many ranks use the GPU of this one, itself included; 1 without a GPU. GPUs have names of their own,
+    whatever a host calls itself."""
+    mine = places[rank].gpu
+    return 1 if mine is None else sum(place.gpu == mine for place in places)
+
+
 def obstacle(places: Sequence[Place]) -> str:
     """Why copy engines cannot connect any two of these ranks, as far as the places tell; "" if they may."""
     without = [rank for rank, place in enumerate(places) if place.gpu is None]

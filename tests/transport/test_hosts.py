@@ -15,7 +15,7 @@ import meshattn as ma
 from meshattn.plan.assignment import Tile
 from meshattn.testing import run_ranks
 from meshattn.transport.base import TransportError
-from meshattn.transport.hosts import Place, Roll, nodes_of, obstacle
+from meshattn.transport.hosts import Place, Roll, nodes_of, obstacle, sharers
 from meshattn.transport.symmetric import SymmetricTransport
 
 HERE = Place("here", "boot", "gpu0", shares=False)
@@ -45,6 +45,11 @@ def test_what_places_tell(places: list[Place], nodes: tuple[int, ...], fragment:
     assert nodes_of(places) == nodes
     found = obstacle(places)
     assert (fragment in found) if fragment else found == ""
+
+
+def test_who_shares_a_gpu() -> None:
+    places = _places({"gpu": "a"}, {"gpu": "b"}, {"gpu": "a", "host": "there"}, {"gpu": None}, {"gpu": None})
+    assert [sharers(places, rank) for rank in range(5)] == [2, 1, 2, 1, 1]
 
 
 def test_a_roll_call() -> None:

@@ -18,7 +18,7 @@ from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape, pays_to_share
 from meshattn.transport.threads import ThreadTransport
 from meshattn_kernels.reference import ReferenceKernel
-from meshattn_kernels.sharing import leave_room
+from meshattn_kernels.sharing import among, leave_room
 
 CUDA = torch.device("cuda", 0)
 
@@ -38,6 +38,17 @@ def test_a_kernel_leaves_room_where_it_can(monkeypatch: pytest.MonkeyPatch) -> N
     assert leave_room(plain, CUDA, 16) is plain
     for same in ((Counting(), CUDA, 0), (Counting(), torch.device("cpu"), 16)):
         assert leave_room(*same) is same[0]
+
+
+def test_ranks_that_share_a_gpu_share_its_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert among(Counting(), CUDA, 4) == Counting(workers=33)
+    assert among(Counting(workers=40), CUDA, 3) == Counting(workers=13)
+    assert among(Counting(), CUDA, 200) == Counting(workers=1)
+    for same in ((Counting(), CUDA, 1), (Counting(), torch.device("cpu"), 4), (ReferenceKernel(), CUDA, 4)):
+        assert among(*same) is same[0]
+    assert leave_room(among(Counting(), CUDA, 4), CUDA, 16) == Counting(workers=17)
 
 
 def test_long_blocks_take_all_and_short_ones_share() -> None:
