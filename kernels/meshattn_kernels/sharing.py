@@ -23,9 +23,11 @@ def leave_room(kernel: AttentionKernel, device: torch.device, multiprocessors: i
 
 
 def among(kernel: AttentionKernel, device: torch.device, ranks: int) -> AttentionKernel:
-    """The kernel on this rank's part of the multiprocessors of a ``device`` that so many ranks share, with the
-    same bits: a kernel whose blocks wait for each other needs them all at once, and those of other ranks may
-    be taken by what waits for this one."""
+    """The kernel on one of so many equal parts of the multiprocessors of ``device``, with the same bits.
+
+    A kernel whose blocks wait for each other needs them all at once, and where ranks share a GPU, what waits
+    for this rank may hold the others.
+    """
     if ranks == 1 or device.type != "cuda" or not hasattr(kernel, "workers"):
         return kernel
     workers = max(1, (kernel.workers or gpu.multiprocessors(device)) // ranks)

@@ -159,7 +159,6 @@ def choose(connection: Connection, transport: str) -> Connection:
     nccl = connection.transport.uses_nccl
     device = _device_in_use(asked_for=nccl or transport == "symmetric")
     places = gather_places(roll, place_here(device))
-    connection = replace(connection, sharers=sharers(places, connection.rank))
     if transport == "p2p":
         chosen = replace(connection, choice=transport, reason="as asked for")
     else:
@@ -168,7 +167,7 @@ def choose(connection: Connection, transport: str) -> Connection:
     apart = len(gpus) == len(places)
     if nccl and device is not None and apart and len(set(chosen.nodes)) != 1:
         connection.transport.warm_up(device)
-    return chosen
+    return replace(chosen, sharers=sharers(places, connection.rank))
 
 
 def _device_in_use(asked_for: bool) -> torch.device | None:
