@@ -159,9 +159,10 @@ class _Accumulators:
         return self._parts_first
 
     def _is_new(self, index: int) -> bool:
-        new = index not in self._written
+        if index in self._written:
+            return False
         self._written.add(index)
-        return new
+        return True
 
     def _settle(self, index: int, slot: int) -> None:
         # A row whose blocks are all masked has not been written at all.

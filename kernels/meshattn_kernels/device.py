@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 
+_HERE: AbstractContextManager[Any] = nullcontext()
+_cuda: Any = torch._C
+
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Launches inside go to this device; costs next to nothing where it is the current one."""
-    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+    # As torch.cuda.current_device, for a CUDA that is in use.
+    return _HERE if device.index == _cuda._cuda_getDevice() else torch.cuda.device(device)
 
 
 def multiprocessors(device: torch.device) -> int:

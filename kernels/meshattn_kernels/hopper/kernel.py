@@ -98,8 +98,9 @@ class HopperKernel:
     ) -> None:
         out, lse = acc["out"], acc["lse"]
         key = (
-            *_identity(q), *_identity(k), *_identity(v), out.data_ptr(), lse.data_ptr(), q.dtype, out.dtype,
-            q.get_device(), _identity_of(intervals), softmax_scale, first, self.workers, self.part,
+            *[(x.data_ptr(), x.shape, x.stride()) for x in (q, k, v)],
+            out.data_ptr(), lse.data_ptr(), q.dtype, out.dtype, q.get_device(),
+            _identity_of(intervals), softmax_scale, first, self.workers, self.part,
         )  # fmt: skip
         launch = _forward_launches.get(key)
         if launch is None:  # what follows is settled by the key: it need not be looked at again
@@ -137,7 +138,7 @@ class HopperKernel:
     ) -> None:
         accs = dq["dq"], dkv["dk"], dkv["dv"]
         key = (
-            *_identity(q), *_identity(k), *_identity(v), *_identity(do), *_identity(lse), *_identity(delta),
+            *[(x.data_ptr(), x.shape, x.stride()) for x in (q, k, v, do, lse, delta)],
             accs[0].data_ptr(), accs[1].data_ptr(), accs[2].data_ptr(), q.dtype, accs[1].dtype,
             q.get_device(), _identity_of(intervals), softmax_scale, first_dq, first_dkv,
             self.workers, self.schedule, self.deterministic, self.part,
@@ -185,10 +186,6 @@ class HopperKernel:
             q.device.index, self.workers or available, batch, heads, kv_heads, rows_q, rows_k, head_dim,
             head_dim_v, first, self.schedule, self.part,
         )  # fmt: skip
-
-
-def _identity(x: Tensor) -> tuple[Any, ...]:
-    return x.data_ptr(), x.shape, x.stride()
 
 
 def _identity_of(intervals: Intervals) -> Any:
