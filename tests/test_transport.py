@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from distributed import Backend
 from meshattn.testing import run_ranks
 from meshattn.transport.base import Message, TrafficRecord, Transport, TransportError
 from meshattn.transport.connect import connect
+from meshattn.transport.p2p import P2PTransport
 
 CPU = torch.device("cpu")
 BACKENDS: list[Backend] = ["threads", "gloo"]
@@ -230,6 +232,35 @@ def test_buffers_with_gaps_are_refused(backend: Backend) -> None:
         assert transport.traffic.records() == ()
 
     _on_ranks(2, backend, on_rank)
+
+
+def test_a_backend_that_can_starts_both_halves_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL needs it: two ranks that send to each other one after the other would both wait."""
+    calls: list[Any] = []
+
+    class Backend:
+        supports_coalescing = True
+
+        def _start_coalescing(self) -> None:
+            calls.append("start")
+
+        def send(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+            calls.append(("send", int(tensors[0][0]), peer))
+
+        def recv(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+            calls.append(("recv", int(tensors[0][0]), peer))
+
+        def _end_coalescing(self) -> Any:
+            calls.append("end")
+            return SimpleNamespace(wait=lambda: calls.append("wait"))
+
+    monkeypatch.setattr(P2PTransport, "uses_nccl", False)
+    group = SimpleNamespace(_get_backend=lambda device: Backend())
+    transport = P2PTransport(group, [7, 5, 6], [0, 1, 2], 3.0)  # type: ignore[arg-type]
+    transport.start(_message(1, 3), [_filled(8), _filled(9)], _filled(3)).wait()
+    assert calls == ["start", ("send", 8, 7), ("recv", 3, 6), "end", "wait"]
+    transport.start(_message(1, 3), None, None).wait()
+    assert len(calls) == 5
 
 
 def test_what_a_connection_says_of_itself() -> None:
