@@ -15,8 +15,9 @@ of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import ClassVar, Unpack
 
 import torch
@@ -87,12 +88,19 @@ class ReferenceKernel:
         softmax_scale: float,
         first: bool,
     ) -> None:
-        if self.part != (0, 1):
-            (q, k, v), (acc,), write_back = self._on_part((q, k, v), (), (acc,))
-            replace(self, part=(0, 1)).forward(
-                q, k, v, acc, intervals, softmax_scale=softmax_scale, first=first
-            )
-            return write_back()
+        with self._heads_of_part((q, k, v), (), (acc,)) as ((q, k, v), (acc,)):
+            self._forward(q, k, v, acc, intervals, softmax_scale, first)
+
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        acc: Mapping[str, Tensor],
+        intervals: Intervals,
+        softmax_scale: float,
+        first: bool,
+    ) -> None:
         if first:
             clear_accumulator(acc)
         if intervals.is_empty:
@@ -141,20 +149,28 @@ class ReferenceKernel:
         first_dq: bool,
         first_dkv: bool,
     ) -> None:
-        if self.part != (0, 1):
-            chunks, (dq, dkv), write_back = self._on_part((q, k, v, do), (lse, delta), (dq, dkv))
-            q, k, v, do, lse, delta = chunks
-            replace(self, part=(0, 1)).backward(
-                q, k, v, do, lse, delta, dq, dkv, intervals,
-                softmax_scale=softmax_scale, first_dq=first_dq, first_dkv=first_dkv,
-            )  # fmt: skip
-            return write_back()
-        if first_dq:
-            clear_accumulator(dq)
-        if first_dkv:
-            clear_accumulator(dkv)
-        if intervals.is_empty:
-            return
+        chunks, per_row = (q, k, v, do), (lse, delta)
+        with self._heads_of_part(chunks, per_row, (dq, dkv)) as ((q, k, v, do, lse, delta), (dq, dkv)):
+            if first_dq:
+                clear_accumulator(dq)
+            if first_dkv:
+                clear_accumulator(dkv)
+            if not intervals.is_empty:
+                self._backward(q, k, v, do, lse, delta, dq["dq"], dkv, intervals, softmax_scale)
+
+    def _backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        dq: Tensor,
+        dkv: Mapping[str, Tensor],
+        intervals: Intervals,
+        softmax_scale: float,
+    ) -> None:
         kv_heads, dtype = k.shape[2], lse.dtype
         k_et, v_et = (_heads_first(x[:, : intervals.n_k], kv_heads, dtype) for x in (k, v))
         dk_et, dv_et = (dkv[name].view(-1, *dkv[name].shape[2:]) for name in ("dk", "dv"))
@@ -180,13 +196,17 @@ class ReferenceKernel:
                         ds.mul_(slope)
                     dk_et[:, t0:t1].baddbmm_(ds.mT, q_er)
                     dq_er.baddbmm_(ds, k_et[:, t0:t1])
-                dq["dq"][:, :, r0:r1] += dq_er.view(len(q), -1, r1 - r0, q.shape[-1])
+                dq[:, :, r0:r1] += dq_er.view(len(q), -1, r1 - r0, q.shape[-1])
 
-    def _on_part(
+    @contextmanager
+    def _heads_of_part(
         self, chunks: Sequence[Tensor], per_row: Sequence[Tensor], accs: Sequence[Mapping[str, Tensor]]
-    ) -> tuple[list[Tensor], list[dict[str, Tensor]], Callable[[], None]]:
-        """Chunks [B, C, H, ..] and rows [B, H, C] with the heads of this part, copies of the accumulators
-        with these heads, and what puts the copies back."""
+    ) -> Iterator[tuple[list[Tensor], Sequence[Mapping[str, Tensor]]]]:
+        """Chunks [B, C, H, ..] and rows [B, H, C] with the heads of this part, and copies of the accumulators
+        with these heads, which are put back at the end."""
+        if self.part == (0, 1):
+            yield [*chunks, *per_row], accs
+            return
         assert self.dropout is None, "dropout counts all heads"
         kv_heads = chunks[1].shape[2]
         mine = heads_of(kv_heads, self.part)
@@ -197,13 +217,10 @@ class ReferenceKernel:
 
         parts = [{name: of_heads(x, 2 if name == "out" else 1) for name, x in acc.items()} for acc in accs]
         copies = [{name: x.contiguous() for name, x in acc.items()} for acc in parts]
-
-        def write_back() -> None:
-            for part, copy in zip(parts, copies, strict=True):
-                for name, x in copy.items():
-                    part[name].copy_(x)
-
-        return [*(of_heads(x, 2) for x in chunks), *(of_heads(x, 1) for x in per_row)], copies, write_back
+        yield [*(of_heads(x, 2) for x in chunks), *(of_heads(x, 1) for x in per_row)], copies
+        for part, copy in zip(parts, copies, strict=True):
+            for name, x in copy.items():
+                part[name].copy_(x)
 
     def _capped(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scores within the softcap, and the slope there; as they are, and None, without one."""

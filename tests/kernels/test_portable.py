@@ -249,13 +249,14 @@ def test_tiles_are_walked_and_masked_exactly_where_needed(form: str, width: int)
 def pair_kernel(found_ptr, start_ptr, end_ptr, lo, hi, n_q, n_k, TILE: tl.constexpr, BAND: tl.constexpr):
     r0 = tl.program_id(0) * TILE
     t0 = tl.program_id(0) * TILE
-    first, full, full_end, end = tile_keys(r0, start_ptr, end_ptr, lo, hi, n_q, n_k, TILE, TILE, BAND)
+    bounds = start_ptr, end_ptr, lo, hi, n_q, n_k
+    first, full, full_end, end = tile_keys(r0, bounds, TILE, TILE, BAND)
     tl.store(found_ptr, ((first <= 0) & (end > 0)).to(tl.int32))
     tl.store(found_ptr + 1, ((full <= 0) & (full_end > 0)).to(tl.int32))
-    first, full, full_end, end = tile_rows(t0, start_ptr, end_ptr, lo, hi, n_q, n_k, TILE, TILE, BAND)
+    first, full, full_end, end = tile_rows(t0, bounds, TILE, TILE, BAND)
     tl.store(found_ptr + 2, ((first <= 0) & (end > 0)).to(tl.int32))
     tl.store(found_ptr + 3, ((full <= 0) & (full_end > 0)).to(tl.int32))
-    whole = sees_all(r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, TILE, TILE, BAND)
+    whole = sees_all(r0, t0, bounds, TILE, TILE, BAND)
     tl.store(found_ptr + 4, whole.to(tl.int32))
 
 

@@ -87,6 +87,7 @@ def dash_kernel(
     ORDERED: tl.constexpr,
 ):
     exponent_scale = to_base(scale, SINGLE)
+    bounds = start_ptr, end_ptr, lo, hi, n_q, n_k
     dropout = threshold, (k_offset, k_step, k_split, k_jump)
     lane = tl.arange(0, Q_TILE)
     dq_offset = lane[:, None] * (heads * D) + tl.arange(0, PADDED_D)[None, :]
@@ -128,9 +129,9 @@ def dash_kernel(
             r0 = query_tile * Q_TILE
             dk, dv, ds = add_to_dkdv(
                 dk, dv, k, v, q_head_ptr, do_head_ptr, exponent_ptr + row_term, delta_ptr + row_term,
-                words_ptr + row_term, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, exponent_scale,
-                cap_scale, keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE,
-                KV_TILE, SINGLE, SOFTCAP, DROPOUT, BAND, MASKED_IF_NEEDED,
+                words_ptr + row_term, r0, t0, bounds, exponent_scale, cap_scale, keep_scale, dropout,
+                Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP, DROPOUT,
+                BAND, MASKED_IF_NEEDED,
             )  # fmt: skip
             dq = product(ds.T, k, None, SINGLE)  # [Q_TILE, PADDED_D]
 

@@ -39,12 +39,7 @@ def add_to_dkdv(
     words_ptr,
     r0,
     t0,
-    start_ptr,
-    end_ptr,
-    lo,
-    hi,
-    n_q,
-    n_k,
+    bounds,
     exponent_scale,
     cap_scale,
     keep_scale,
@@ -70,6 +65,7 @@ def add_to_dkdv(
     [KV_TILE, Q_TILE] in the type of the inputs.
     """
     WHOLE: tl.constexpr = MASK == UNMASKED
+    _, _, _, _, n_q, _ = bounds
     q = load_tile(q_ptr, r0, n_q, Q_STRIDE, Q_TILE, D, PADDED_D, WHOLE)
     scores = product(k, q.T, None, SINGLE)
     do = load_tile(do_ptr, r0, n_q, DO_STRIDE, Q_TILE, D_V, PADDED_D_V, WHOLE)
@@ -81,11 +77,11 @@ def add_to_dkdv(
     exponent = load_rows(exponent_ptr, r0, n_q, Q_TILE, WHOLE)
     p = power(scores * exponent_scale - exponent[None, :], SINGLE)
     if MASK == MASKED:
-        p = tl.where(sees(r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND), p, 0.0)
+        p = tl.where(sees(r0, t0, bounds, Q_TILE, KV_TILE, BAND), p, 0.0)
     elif MASK == MASKED_IF_NEEDED:
-        needed = not sees_all(r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND)
+        needed = not sees_all(r0, t0, bounds, Q_TILE, KV_TILE, BAND)
         if needed:
-            p = tl.where(sees(r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND), p, 0.0)
+            p = tl.where(sees(r0, t0, bounds, Q_TILE, KV_TILE, BAND), p, 0.0)
     delta = load_rows(delta_ptr, r0, n_q, Q_TILE, WHOLE)
     kept = p
     if DROPOUT:

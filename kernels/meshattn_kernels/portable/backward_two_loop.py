@@ -104,7 +104,8 @@ def dkdv_kernel(
     part = tl.program_id(1) % parts
     kv_heads = tl.num_programs(1) // parts
     batch = tl.program_id(2).to(tl.int64)
-    first, full, full_end, end = tile_rows(t0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND)
+    bounds = start_ptr, end_ptr, lo, hi, n_q, n_k
+    first, full, full_end, end = tile_rows(t0, bounds, Q_TILE, KV_TILE, BAND)
     if not FIRST and first == end:
         return
 
@@ -130,9 +131,9 @@ def dkdv_kernel(
             r0 = masked_tile(step % masked, first, full, full_end) * Q_TILE
             dk, dv, _ds = add_to_dkdv(
                 dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, exponent_ptr + n * rows,
-                delta_ptr + n * rows, words_ptr + n * rows, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k,
-                exponent_scale, cap_scale, keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D,
-                PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP, DROPOUT, BAND, MASKED,
+                delta_ptr + n * rows, words_ptr + n * rows, r0, t0, bounds, exponent_scale, cap_scale,
+                keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE,
+                SINGLE, SOFTCAP, DROPOUT, BAND, MASKED,
             )  # fmt: skip
         whole = full_end - full
         for step in tl.range(0, whole * part_heads, num_stages=STAGES, disable_licm=True):
@@ -140,9 +141,9 @@ def dkdv_kernel(
             r0 = (full + step % whole) * Q_TILE
             dk, dv, _ds = add_to_dkdv(
                 dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, exponent_ptr + n * rows,
-                delta_ptr + n * rows, words_ptr + n * rows, r0, t0, start_ptr, end_ptr, lo, hi, n_q, n_k,
-                exponent_scale, cap_scale, keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D,
-                PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP, DROPOUT, BAND, UNMASKED,
+                delta_ptr + n * rows, words_ptr + n * rows, r0, t0, bounds, exponent_scale, cap_scale,
+                keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE,
+                SINGLE, SOFTCAP, DROPOUT, BAND, UNMASKED,
             )  # fmt: skip
 
     if DROPOUT:
@@ -209,7 +210,8 @@ def dq_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
-    first, full, full_end, end = tile_keys(r0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND)
+    bounds = start_ptr, end_ptr, lo, hi, n_q, n_k
+    first, full, full_end, end = tile_keys(r0, bounds, Q_TILE, KV_TILE, BAND)
     if not FIRST and first == end:
         return
 
@@ -218,7 +220,7 @@ def dq_kernel(
         exponent_scale = to_base(scale, SINGLE)
         dropout = threshold, (k_offset, k_step, k_split, k_jump)
         row = r0 + tl.arange(0, Q_TILE)
-        start, stop = row_bounds(tl.minimum(row, n_q - 1), start_ptr, end_ptr, lo, hi, n_k, BAND)
+        start, stop = row_bounds(tl.minimum(row, n_q - 1), bounds, BAND)
         term = (batch * heads + head) * rows
         exponent = load_rows(exponent_ptr + term, r0, n_q, Q_TILE)
         # Padding repeats the last real row: this makes its p 0.

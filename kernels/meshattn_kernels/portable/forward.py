@@ -77,7 +77,8 @@ def forward_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
-    first, full, full_end, end = tile_keys(r0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE, KV_TILE, BAND)
+    bounds = start_ptr, end_ptr, lo, hi, n_q, n_k
+    first, full, full_end, end = tile_keys(r0, bounds, Q_TILE, KV_TILE, BAND)
     if not FIRST and first == end:
         return
 
@@ -90,7 +91,7 @@ def forward_kernel(
     lse_ptrs = lse_ptr + (batch * heads + head) * rows + row
     out_ptr += (batch * rows * heads + head) * D_V + tl.cast(r0, tl.int64) * (heads * D_V)
     out_ptrs = out_ptr + lane[:, None] * (heads * D_V) + dim[None, :]
-    start, stop = row_bounds(r0 + tl.minimum(lane, n_q - 1 - r0), start_ptr, end_ptr, lo, hi, n_k, BAND)
+    start, stop = row_bounds(r0 + tl.minimum(lane, n_q - 1 - r0), bounds, BAND)
     if FIRST:
         stored = row < rows
         maximum = tl.full((Q_TILE,), -1e30, tl.float32)

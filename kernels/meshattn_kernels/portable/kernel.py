@@ -28,6 +28,7 @@ from meshattn_kernels.portable.backward_two_loop import dkdv_kernel, dq_kernel
 from meshattn_kernels.portable.flat import add_parts, exponents, row_words, scaled
 from meshattn_kernels.portable.forward import forward_kernel
 from meshattn_kernels.portable.launch import (
+    RowBounds,
     Tiling,
     check_call,
     constants,
@@ -66,6 +67,38 @@ class _Scores:
     words: Tensor
     numbers: tuple[int | float, ...]
     changed: tuple[bool, bool]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What the launches of a backward read."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    exponent: Tensor
+    delta: Tensor
+    intervals: Intervals
+    bounds: RowBounds
+    scores: _Scores
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.q, self.k, self.v, self.do, self.exponent, self.delta, self.scores.words
+
+    @property
+    def mask(self) -> tuple[int, int, int, int]:
+        """lo, hi, n_q, n_k."""
+        return *self.bounds.band_of, self.intervals.n_q, self.intervals.n_k
+
+    @property
+    def strides(self) -> list[int]:
+        return strides(self.q, self.k, self.v, self.do)
+
+    def constants(self, tiles: Tiling) -> tuple[int | bool, ...]:
+        """Those that all kernels of a backward begin with, up to BAND."""
+        return *constants(tiles, self.q, self.k, self.v, self.do), *self.scores.changed, self.bounds.band
 
 
 @dataclass(frozen=True)
@@ -108,14 +141,6 @@ class _Portable:
             return (scaled(acc["dq"], softmax_scale, dtype),)
         return scaled(acc["dk"], softmax_scale, dtype), acc["dv"].to(dtype, copy=True)
 
-    def _clear_first(
-        self, dq: Mapping[str, Tensor], dkv: Mapping[str, Tensor], first_dq: bool, first_dkv: bool
-    ) -> None:
-        if first_dq:
-            clear_accumulator(dq)
-        if first_dkv:
-            clear_accumulator(dkv)
-
     def forward(
         self,
         q: Tensor,
@@ -148,14 +173,6 @@ class _Portable:
                 warps=tiles.warps,
             )
 
-
-@dataclass(frozen=True)
-class TritonKernel(_Portable):
-    """The backward of two loops and seven products, which waits for nothing."""
-
-    name: ClassVar[str] = "triton"
-    deterministic: ClassVar[bool] = True
-
     def backward(
         self,
         q: Tensor,
@@ -174,13 +191,36 @@ class TritonKernel(_Portable):
     ) -> None:
         check_call(self.name, q, k, v, softmax_scale)
         if _is_empty_band(intervals):
-            self._clear_first(dq, dkv, first_dq, first_dkv)
+            if first_dq:
+                clear_accumulator(dq)
+            if first_dkv:
+                clear_accumulator(dkv)
             return
         q, k, v, do = readable(q), readable(k), readable(v), readable(do)
-        exponent, delta = exponents(lse, q.dtype), delta.contiguous()
         scores = self._scores(q, softmax_scale)
-        _two_loop_dkdv(q, k, v, do, exponent, delta, dkv, intervals, scores, first_dkv)
-        _two_loop_dq(q, k, v, do, exponent, delta, dq["dq"], intervals, scores, first_dq)
+        exponent, bounds = exponents(lse, q.dtype), row_bounds(intervals, lse)
+        block = _Block(q, k, v, do, exponent, delta.contiguous(), intervals, bounds, scores)
+        self._backward(block, dq["dq"], dkv, first_dq, first_dkv)
+
+    def _backward(
+        self, block: _Block, dq: Tensor, dkv: Mapping[str, Tensor], first_dq: bool, first_dkv: bool
+    ) -> None:
+        """``backward`` of a block that is not empty."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TritonKernel(_Portable):
+    """The backward of two loops and seven products, which waits for nothing."""
+
+    name: ClassVar[str] = "triton"
+    deterministic: ClassVar[bool] = True
+
+    def _backward(
+        self, block: _Block, dq: Tensor, dkv: Mapping[str, Tensor], first_dq: bool, first_dkv: bool
+    ) -> None:
+        _two_loop_dkdv(block, dkv, first_dkv)
+        _two_loop_dq(block, dq, first_dq)
 
 
 @dataclass(frozen=True)
@@ -200,35 +240,14 @@ class TritonDashKernel(_Portable):
 
     name: ClassVar[str] = "triton-dash"
 
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        do: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        dq: Mapping[str, Tensor],
-        dkv: Mapping[str, Tensor],
-        intervals: Intervals,
-        *,
-        softmax_scale: float,
-        first_dq: bool,
-        first_dkv: bool,
+    def _backward(
+        self, block: _Block, dq: Tensor, dkv: Mapping[str, Tensor], first_dq: bool, first_dkv: bool
     ) -> None:
-        check_call(self.name, q, k, v, softmax_scale)
-        if _is_empty_band(intervals):
-            self._clear_first(dq, dkv, first_dq, first_dkv)
-            return
-        q, k, v, do = readable(q), readable(k), readable(v), readable(do)
-        exponent, delta = exponents(lse, q.dtype), delta.contiguous()
+        q, bounds = block.q, block.bounds
         batch, rows, heads, head_dim = q.shape
-        _, keys, kv_heads, _ = v.shape
-        scores = self._scores(q, softmax_scale)
-        tiles = tiles_for("dash", q, v)
-        table = self._table(q, k, intervals, tiles).to(q.device)
-        bounds = row_bounds(intervals, exponent)
-        dq_acc = dq["dq"]
+        _, keys, kv_heads, _ = block.v.shape
+        tiles = tiles_for("dash", q, block.v)
+        table = self._table(q, block.k, block.intervals, tiles).to(q.device)
         counters = torch.zeros(
             batch * (heads * table.query_tiles + kv_heads * table.kv_tiles),
             dtype=torch.int32,
@@ -236,27 +255,24 @@ class TritonDashKernel(_Portable):
         )
         with on_device(q.device):
             if first_dq and not self.deterministic:
-                dq_acc.zero_()
+                dq.zero_()
             elif first_dq and len(table.unseen):
                 width = heads * head_dim
-                block = min(1024, 1 << (width - 1).bit_length())
-                grid = (len(table.unseen), -(-width // block), batch)
-                _clear_rows(grid, (table.unseen, dq_acc), (rows, width), (), (tiles.q_tile, block), warps=4)
+                columns = min(1024, 1 << (width - 1).bit_length())
+                grid = (len(table.unseen), -(-width // columns), batch)
+                _clear_rows(grid, (table.unseen, dq), (rows, width), (), (tiles.q_tile, columns), warps=4)
             _dash(
                 (table.workers, 1, 1),
                 (
-                    q, k, v, do, exponent, delta, scores.words, dq_acc, dkv["dk"], dkv["dv"], bounds.start,
-                    bounds.end, table.worker_start, table.tasks, table.steps, counters,
+                    *block.tensors, dq, dkv["dk"], dkv["dv"], bounds.start, bounds.end, table.worker_start,
+                    table.tasks, table.steps, counters,
                 ),
                 (
-                    *bounds.band_of, intervals.n_q, intervals.n_k, rows, keys, heads, kv_heads, batch * heads,
-                    table.query_tiles, table.kv_tiles, *scores.numbers,
+                    *block.mask, rows, keys, heads, kv_heads, batch * heads, table.query_tiles,
+                    table.kv_tiles, *block.scores.numbers,
                 ),
-                strides(q, k, v, do),
-                (
-                    *constants(tiles, q, k, v, do), *scores.changed, bounds.band, first_dq, first_dkv,
-                    self.deterministic,
-                ),
+                block.strides,
+                (*block.constants(tiles), first_dq, first_dkv, self.deterministic),
                 warps=tiles.warps,
             )  # fmt: skip
 
@@ -274,22 +290,11 @@ class TritonDashKernel(_Portable):
         )
 
 
-def _two_loop_dkdv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    exponent: Tensor,
-    delta: Tensor,
-    dkv: Mapping[str, Tensor],
-    intervals: Intervals,
-    scores: _Scores,
-    first: bool,
-) -> None:
+def _two_loop_dkdv(block: _Block, dkv: Mapping[str, Tensor], first: bool) -> None:
+    q, bounds = block.q, block.bounds
     batch, rows, heads, _ = q.shape
-    _, keys, kv_heads, _ = v.shape
-    tiles = tiles_for("dkdv", q, v)
-    bounds = row_bounds(intervals, exponent)
+    _, keys, kv_heads, _ = block.v.shape
+    tiles = tiles_for("dkdv", q, block.v)
     kv_tiles = -(-keys // tiles.kv_tile)
     group = heads // kv_heads
     parts = group_parts(group, batch * kv_heads * kv_tiles)
@@ -300,13 +305,13 @@ def _two_loop_dkdv(
     with on_device(q.device):
         _dkdv(
             (kv_tiles, kv_heads * parts, batch),
-            (q, k, v, do, exponent, delta, scores.words, dk, dv, bounds.start, bounds.end),
+            (*block.tensors, dk, dv, bounds.start, bounds.end),
             (
-                *bounds.band_of, intervals.n_q, intervals.n_k, rows, keys, group, group // parts,
-                batch * keys * kv_heads, *scores.numbers,
+                *block.mask, rows, keys, group, group // parts, batch * keys * kv_heads,
+                *block.scores.numbers,
             ),
-            strides(q, k, v, do),
-            (*constants(tiles, q, k, v, do), *scores.changed, bounds.band, first or parts > 1),
+            block.strides,
+            (*block.constants(tiles), first or parts > 1),
             warps=tiles.warps,
         )  # fmt: skip
     if parts > 1:
@@ -314,28 +319,17 @@ def _two_loop_dkdv(
         add_parts(dv, dkv["dv"], first)
 
 
-def _two_loop_dq(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    exponent: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    intervals: Intervals,
-    scores: _Scores,
-    first: bool,
-) -> None:
+def _two_loop_dq(block: _Block, dq: Tensor, first: bool) -> None:
+    q, bounds = block.q, block.bounds
     batch, rows, heads, _ = q.shape
-    tiles = tiles_for("dq", q, v)
-    bounds = row_bounds(intervals, exponent)
+    tiles = tiles_for("dq", q, block.v)
     with on_device(q.device):
         _dq(
             (-(-rows // tiles.q_tile), heads, batch),
-            (q, k, v, do, exponent, delta, scores.words, dq, bounds.start, bounds.end),
-            (*bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2], *scores.numbers),
-            strides(q, k, v, do),
-            (*constants(tiles, q, k, v, do), *scores.changed, bounds.band, first),
+            (*block.tensors, dq, bounds.start, bounds.end),
+            (*block.mask, rows, heads // block.k.shape[2], *block.scores.numbers),
+            block.strides,
+            (*block.constants(tiles), first),
             warps=tiles.warps,
         )
 

@@ -4,6 +4,9 @@
 Rows are query rows. A tile reaches beyond the real rows (n_q) or keys (n_k) where these divide by nothing:
 its surplus lanes load the last real row or key again, so that padding is never read, and are masked out
 later. That costs one minimum a lane, where a load mask would cost a predicate and a zero fill.
+
+``bounds`` are the intervals of a block as kernels get them, a tuple: start_ptr, end_ptr (used without BAND),
+lo, hi (used with BAND), n_q, n_k.
 """
 
 from __future__ import annotations
@@ -70,9 +73,10 @@ def from_base(x, SINGLE: tl.constexpr):
 
 
 @triton.jit
-def row_bounds(row, start_ptr, end_ptr, lo, hi, n_k, BAND: tl.constexpr):
+def row_bounds(row, bounds, BAND: tl.constexpr):
     """Start and end of the keys that each row sees; rows below n_q only. See
     ``meshattn_kernels.intervals``."""
+    start_ptr, end_ptr, lo, hi, _, n_k = bounds
     if BAND:
         start = tl.minimum(tl.maximum(row - hi, 0), n_k)
         end = tl.minimum(tl.maximum(row - lo + 1, 0), n_k)
@@ -120,25 +124,23 @@ def masked_tile(n, first, full, full_end):
 
 
 @triton.jit
-def tile_keys(
-    r0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BAND: tl.constexpr
-):
+def tile_keys(r0, bounds, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BAND: tl.constexpr):
     """``tile_range`` of the key tiles that matter to the rows r0 .. r0 + Q_TILE - 1; those that need no mask
     are seen whole by every real row."""
+    _, _, _, _, n_q, _ = bounds
     first = tl.minimum(r0, tl.maximum(n_q - 1, 0))
     last = tl.minimum(r0 + Q_TILE, n_q) - 1
-    first_start, first_end = row_bounds(first, start_ptr, end_ptr, lo, hi, n_k, BAND)
-    last_start, last_end = row_bounds(tl.maximum(last, 0), start_ptr, end_ptr, lo, hi, n_k, BAND)
+    first_start, first_end = row_bounds(first, bounds, BAND)
+    last_start, last_end = row_bounds(tl.maximum(last, 0), bounds, BAND)
     stop = tl.where(r0 < n_q, last_end, first_start)
     return tile_range(first_start, stop, last_start, first_end, KV_TILE)
 
 
 @triton.jit
-def tile_rows(
-    t0, start_ptr, end_ptr, lo, hi, n_q, n_k, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BAND: tl.constexpr
-):
+def tile_rows(t0, bounds, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BAND: tl.constexpr):
     """``tile_range`` of the row tiles that see any of the keys t0 .. t0 + KV_TILE - 1; empty rows may lie
     between. Those that need no mask consist of real rows, which see all of these keys."""
+    start_ptr, end_ptr, lo, hi, n_q, n_k = bounds
     t1 = tl.minimum(t0 + KV_TILE, n_k)
     if BAND:
         begin = tl.maximum(t0 + lo, 0)
@@ -157,21 +159,10 @@ def tile_rows(
 
 
 @triton.jit
-def sees_all(
-    r0,
-    t0,
-    start_ptr,
-    end_ptr,
-    lo,
-    hi,
-    n_q,
-    n_k,
-    Q_TILE: tl.constexpr,
-    KV_TILE: tl.constexpr,
-    BAND: tl.constexpr,
-):
+def sees_all(r0, t0, bounds, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BAND: tl.constexpr):
     """Whether the rows r0 .. r0 + Q_TILE - 1 are real and see every key t0 .. t0 + KV_TILE - 1: then no mask
     is needed."""
+    start_ptr, end_ptr, lo, hi, n_q, n_k = bounds
     if BAND:
         whole = (r0 + Q_TILE - 1 - hi <= t0) & (r0 - lo + 1 >= t0 + KV_TILE) & (t0 + KV_TILE <= n_k)
     else:
@@ -181,22 +172,11 @@ def sees_all(
 
 
 @triton.jit
-def sees(
-    r0,
-    t0,
-    start_ptr,
-    end_ptr,
-    lo,
-    hi,
-    n_q,
-    n_k,
-    Q_TILE: tl.constexpr,
-    KV_TILE: tl.constexpr,
-    BAND: tl.constexpr,
-):
+def sees(r0, t0, bounds, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BAND: tl.constexpr):
     """[KV_TILE, Q_TILE]: whether a row sees a key. Padding sees none."""
+    _, _, _, _, n_q, _ = bounds
     lane = tl.arange(0, Q_TILE)
-    start, end = row_bounds(r0 + tl.minimum(lane, n_q - 1 - r0), start_ptr, end_ptr, lo, hi, n_k, BAND)
+    start, end = row_bounds(r0 + tl.minimum(lane, n_q - 1 - r0), bounds, BAND)
     end = tl.where(r0 + lane < n_q, end, start)
     key = t0 + tl.arange(0, KV_TILE)
     return (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
