@@ -26,7 +26,7 @@ def add_sinks(partial: Mapping[str, Tensor], sinks: Tensor) -> None:
     logits = sinks.detach().to(lse.dtype).view(1, -1, 1)
     with_sink = torch.logaddexp(lse, logits).masked_fill_(lse == -math.inf, -math.inf)
     factor = torch.exp(lse - with_sink).masked_fill_(lse == -math.inf, 0.0)
-    out.mul_(factor.transpose(1, 2).unsqueeze(-1).to(out.dtype))
+    out.mul_(factor.transpose(1, 2).unsqueeze(-1))  # a finished out is rounded once more, the factor is not
     lse.copy_(with_sink)
 
 

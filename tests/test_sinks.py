@@ -16,6 +16,7 @@ from distributed import Case, Packed, inputs_of, local_inputs, sequences, sinks_
 from mask_cases import mask_cases
 from meshattn import reference
 from meshattn.plan.assignment import Tile, tiles
+from meshattn.sinks import add_sinks
 from meshattn.testing import run_ranks
 from sink_runs import dense, run
 from tolerance import assert_close
@@ -145,3 +146,13 @@ def test_double_backward_through_sinks_is_refused() -> None:
                 torch.autograd.grad(gradient.square().sum(), sinks, retain_graph=True)
 
     run_ranks(4, on_rank)
+
+
+def test_a_finished_out_is_scaled_by_an_exact_factor() -> None:
+    """Kernels may leave out in the type of the inputs: the factor is not rounded to that."""
+    out = torch.randn(2, 9, 3, 8, dtype=torch.float64).bfloat16()
+    lse, sinks = torch.randn(2, 3, 9), torch.tensor([0.5, -1.0, 3.0])
+    factor = torch.sigmoid(lse - sinks[:, None]).transpose(1, 2)[..., None]
+    expected = (out.float() * factor).bfloat16()
+    add_sinks({"out": out, "lse": lse}, sinks)
+    assert float((out != expected).double().mean()) < 0.02
