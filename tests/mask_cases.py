@@ -64,6 +64,7 @@ def mask_cases(draw: st.DrawFn, most_ranks: int = 6, longest: int = 33) -> Case:
         softcap=draw(st.sampled_from([0.0, 0.0, 0.0, 0.5, 20.0])),
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.0, 0.2, 0.7])),
         dropout_seed=draw(st.sampled_from([0, 2**64 - 1])),
+        sinks=draw(st.sampled_from([False, False, True])),
         strided=draw(st.booleans()),
         heads=axis,
     )

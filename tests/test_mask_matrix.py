@@ -115,6 +115,7 @@ MASKS = {
     "cross": {"kv_layout": "contiguous", "shape": Shape(B=1, S=23, H=2, H_kv=1, D=8, S_k=31)},
     "softcap": {"softcap": 2.0},
     "dropout": {"dropout_p": 0.2, "dropout_seed": 1},
+    "sinks": {"sinks": True, "documents": DOCUMENTS},
 }
 
 
