@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import random
 import resource
 import signal
 import socket
@@ -155,9 +156,13 @@ def run(cluster: Cluster, options: argparse.Namespace) -> int:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody serves now, and not of those that the kernel gives away by itself: until rank 0 serves
+    it, some seconds pass, in which it would come to somebody else on a busy machine."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = random.randrange(20000, 32768)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:
