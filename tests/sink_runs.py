@@ -15,12 +15,12 @@ from meshattn.testing import run_ranks
 
 
 def run(
-    case: Case, sinks: Tensor | None, *, device: str = "cpu", **options: Any
+    case: Case, sinks: Tensor | None, *, device: str = "cpu", timeout: float = 100.0, **options: Any
 ) -> tuple[Results, list[Tensor]]:
     """Global results, and the gradient of the sinks on every rank."""
 
     def on_rank(group: Any) -> tuple[Results, Tensor]:
-        mesh = build_mesh(group, case)
+        mesh = build_mesh(group, case, timeout=timeout)
         seq, kv_seq = sequences(mesh, case)
         *leaves, do = (x.to(device) for x in local_inputs(case, mesh.rank))
         leaves = [x.requires_grad_() for x in leaves]
@@ -45,7 +45,7 @@ def run(
         results = Results(*(x.detach().cpu() for x in (out, lse, dq, dk, dv)))
         return results, rest[0].cpu() if rest else torch.zeros(())
 
-    answers = run_ranks(case.ranks, on_rank)
+    answers = run_ranks(case.ranks, on_rank, timeout=timeout)
     return assemble(case, [results for results, _ in answers]), [dsinks for _, dsinks in answers]
 
 

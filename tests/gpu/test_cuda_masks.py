@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,9 @@ GROUPS = [  # size, softcap, dropout, kernel, whether views of other strides and
     (WIDE, 0.0, 0.0, "triton-dash", False),
     (ODD, 0.0, 0.25, "triton-dash", False),
 ]
-CASES_OF_A_GROUP = 30
+CASES_OF_A_GROUP, PARTS = 30, 3
+# The first run of a test compiles kernels, beside other tests that do so.
+ON_GPU: dict[str, Any] = {"device": "cuda", "timeout": 280.0}
 
 
 def packing(draw: random.Random, seq_len: int, count: int) -> Packed:
@@ -88,12 +91,13 @@ def drawn_case(draw: random.Random, size: Size, softcap: float, dropout_p: float
     )
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("group", range(len(GROUPS)))
-def test_any_mask(group: int) -> None:
+def test_any_mask(group: int, part: int) -> None:
     draw, (size, softcap, dropout_p, kernel, views) = random.Random(group), GROUPS[group]
-    for _ in range(CASES_OF_A_GROUP):
-        case = drawn_case(draw, size, softcap, dropout_p, views)
-        check_lower_type(case, device="cuda", kernel=kernel)
+    cases = [drawn_case(draw, size, softcap, dropout_p, views) for _ in range(CASES_OF_A_GROUP)]
+    for case in cases[part::PARTS]:
+        check_lower_type(case, kernel=kernel, **ON_GPU)
 
 
 LONG = Shape(B=1, S=777, H=4, H_kv=2, D=128)
@@ -120,7 +124,7 @@ def case_of(family: str) -> Case:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_same_bits_on_every_run(kernel: str | None, family: str) -> None:
     """Twenty runs of each family of masks."""
-    first, *others = run_cases([case_of(family)] * 20, device="cuda", kernel=kernel)
+    first, *others = run_cases([case_of(family)] * 20, kernel=kernel, **ON_GPU)
     for other in others:
         assert_same_bits(first, other)
 
@@ -142,7 +146,7 @@ def test_a_token_touches_what_the_mask_lets_it_reach(
     visible = visible_pairs(case.shape.S, case.shape.seq_len_k, **case.rule)
 
     def results(given: Inputs) -> Results:
-        return results_of(case, given, monkeypatch, device="cuda", kernel=kernel)
+        return results_of(case, given, monkeypatch, kernel=kernel, **ON_GPU)
 
     before = results(inputs)
     for position in PROBES:
@@ -168,7 +172,7 @@ def test_what_padding_holds_changes_no_bit(
     kernel: str | None, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN, as in all other tests, or numbers."""
-    options = {"device": "cuda", "kernel": kernel}
+    options = {"kernel": kernel, **ON_GPU}
     (before,) = run_cases([case_of(family)], **options)
     monkeypatch.setattr(distributed, "PADDING", 3.0)
     (after,) = run_cases([case_of(family)], **options)
@@ -180,8 +184,8 @@ def test_gradients_of_sinks(kernel: str | None) -> None:
     """Those of the ranks sum up to that of dense attention, and repeat their bits."""
     case = case_of("documents")
     sinks = sinks_of(case).float()
-    _, dsinks = sink_runs.run(case, sinks, device="cuda", kernel=kernel)
-    _, again = sink_runs.run(case, sinks, device="cuda", kernel=kernel)
+    _, dsinks = sink_runs.run(case, sinks, kernel=kernel, **ON_GPU)
+    _, again = sink_runs.run(case, sinks, kernel=kernel, **ON_GPU)
     assert all(torch.equal(x, y) for x, y in zip(dsinks, again, strict=True))
     expected = sink_runs.dense(case)[1]
     assert error(torch.stack(dsinks).sum(0), expected) < 0.02 * float(expected.abs().max())
