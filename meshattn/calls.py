@@ -230,7 +230,8 @@ def _plan(
     kernel: AttentionKernel,
     tile: Tile | None,
 ) -> HeadCall:
-    kernel = among(kernel, q.device, mesh.connection.sharers)
+    connection = mesh.connection
+    kernel = among(kernel, q.device, connection.sharers, connection.transport.multiprocessors)
     outside = _shape(q, k, v, options)
     split, groups = mesh.split_heads(outside, q.device)
     # The lists are those of one group: how many there are changes no order, and so no bits.
@@ -277,6 +278,7 @@ def _plan_pass(
     taken = route(direction, shape, tile, masks.visibility, mesh.chunk, cuts=cuts, pace=pace)
     transports = mesh.transports(tile, device, taken.paths)
     crowd = max(transport.multiprocessors for transport in transports.values())
+    shares = mesh.connection.sharers == 1 and pays_to_share(direction, shape, tile, pace)
     return Program(
         rank=mesh.chunk,
         owners=mesh.owners,
@@ -286,7 +288,5 @@ def _plan_pass(
         transports=transports,
         intervals=masks.block,
         kernel=kernel,
-        crowded_kernel=leave_room(kernel, device, crowd)
-        if pays_to_share(direction, shape, tile, pace)
-        else kernel,
+        crowded_kernel=leave_room(kernel, device, crowd) if shares else kernel,
     )

@@ -22,15 +22,18 @@ def leave_room(kernel: AttentionKernel, device: torch.device, multiprocessors: i
     return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), workers=workers))
 
 
-def among(kernel: AttentionKernel, device: torch.device, ranks: int) -> AttentionKernel:
-    """The kernel on one of so many equal parts of the multiprocessors of ``device``, with the same bits.
+def among(
+    kernel: AttentionKernel, device: torch.device, ranks: int, multiprocessors: int = 0
+) -> AttentionKernel:
+    """The kernel on one of so many equal parts of the multiprocessors of ``device``, less those that a rank's
+    exchanges take; with the same bits.
 
-    A kernel whose blocks wait for each other needs them all at once, and where ranks share a GPU, what waits
-    for this rank may hold the others.
+    A kernel whose blocks wait for each other needs them all at once, and where ranks share a GPU, an exchange
+    that waits for this rank may hold what it needs, also while this rank exchanges nothing.
     """
     if ranks == 1 or device.type != "cuda" or not hasattr(kernel, "workers"):
         return kernel
-    workers = max(1, (kernel.workers or gpu.multiprocessors(device)) // ranks)
+    workers = max(1, (kernel.workers or gpu.multiprocessors(device)) // ranks - multiprocessors)
     return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), workers=workers))
 
 

@@ -48,7 +48,8 @@ def test_ranks_that_share_a_gpu_share_its_multiprocessors(monkeypatch: pytest.Mo
     assert among(Counting(), CUDA, 200) == Counting(workers=1)
     for same in ((Counting(), CUDA, 1), (Counting(), torch.device("cpu"), 4), (ReferenceKernel(), CUDA, 4)):
         assert among(*same) is same[0]
-    assert leave_room(among(Counting(), CUDA, 4), CUDA, 16) == Counting(workers=17)
+    assert among(Counting(), CUDA, 4, 16) == Counting(workers=17)
+    assert among(Counting(), CUDA, 16, 16) == Counting(workers=1)
 
 
 def test_long_blocks_take_all_and_short_ones_share() -> None:
