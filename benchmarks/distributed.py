@@ -121,9 +121,9 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
         contenders.append(single)
         flop[single.name] = replace(case, seq_len=single.rows).flop()
     if options.graph is not None:
-        captured = {"skipped", *options.graph}
+        kinds = {"skipped", *options.graph}
         for contender in [x for x in contenders if isinstance(x, Ours)]:
-            if contender.name != "one GPU" and contender.name.split(" ")[1] not in captured:
+            if contender.name != "one GPU" and contender.name.split(" ")[1] not in kinds:
                 continue
             contenders.append(Captured(contender))
             flop[contenders[-1].name] = flop[contender.name]
@@ -150,6 +150,8 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
         contender.mesh.check()
     if device.type == "cuda":
         torch.cuda.synchronize()
+    for captured in [x for x in contenders if isinstance(x, Captured)]:
+        captured.close()
     for contender in ours.values():
         contender.mesh.close()
     return Result(case, turns, sent, formula, memory, flop, absent)

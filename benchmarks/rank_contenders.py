@@ -144,6 +144,11 @@ class Captured:
         with torch.cuda.graph(self._backward, pool=self._forward.pool()):
             self._grads = inner.backward(self._out)
 
+    def close(self) -> None:
+        """Before the mesh is closed: NCCL waits for graphs that know it."""
+        self._forward.reset()
+        self._backward.reset()
+
     def entered(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 

@@ -1,17 +1,20 @@
 """Launches of the ranks of a test program, of which several tests read their part.
 
-A process takes seconds to come up on a GPU, so a launch runs many checks, and all launches that the tests of
-a run ask for go at once.
+A process takes seconds to come up on a GPU, so a launch runs many checks, and several launches go at once.
+Where LAUNCH_LOGS names a folder, what the ranks of a launch said is kept there.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpu.processes import Outcome, run_processes
+
+RANKS_AT_ONCE = 8  # without MPS the processes on a GPU have it in turns
 
 
 @dataclass(frozen=True)
@@ -27,20 +30,38 @@ class Launch:
 
 
 class Launches:
-    """Launches that run side by side."""
+    """Launches that run side by side, as many as may; in their order where they have to wait."""
 
     def __init__(self, program: Path, launches: Sequence[Launch]) -> None:
         self._outcomes: dict[str, list[Outcome]] = {}
+        self._running = 0
+        self._turn = threading.Condition()
+        self._waiting = list(launches)
         self._threads = {
             launch.name: threading.Thread(target=self._run, args=(program, launch)) for launch in launches
         }
         for thread in self._threads.values():
             thread.start()
 
+    def _may_start(self, launch: Launch) -> bool:
+        return self._waiting[0] is launch and self._running + launch.ranks <= RANKS_AT_ONCE
+
     def _run(self, program: Path, launch: Launch) -> None:
-        self._outcomes[launch.name] = run_processes(
+        with self._turn:
+            self._turn.wait_for(lambda: self._may_start(launch))
+            self._waiting.remove(launch)
+            self._running += launch.ranks
+            self._turn.notify_all()
+        outcomes = run_processes(
             program, launch.arguments, launch.ranks, gpus=launch.gpus, timeout=launch.timeout, env=launch.env
         )
+        self._outcomes[launch.name] = outcomes
+        if folder := os.environ.get("LAUNCH_LOGS"):
+            text = [f"--- rank {rank}: {end.code}\n{end.text[-6000:]}" for rank, end in enumerate(outcomes)]
+            (Path(folder) / f"{launch.name}.log").write_text("\n".join(text))
+        with self._turn:
+            self._running -= launch.ranks
+            self._turn.notify_all()
 
     def outcomes(self, name: str) -> list[Outcome]:
         """How the ranks of a launch ended."""

@@ -1,7 +1,7 @@
 """Copy engines and NCCL on GPUs: bytes under random delays, the engine, ranks that die, CUDA graphs.
 
-Several ranks share a GPU where there are more ranks than GPUs; NCCL needs a GPU a rank. All launches go at
-once, so this file belongs to one process of pytest.
+Several ranks share a GPU where there are more ranks than GPUs; NCCL needs a GPU a rank. Launches go side by
+side, so this file belongs to one process of pytest.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ONE_GPU = (
 )
 TWO_GPUS = (
     Launch("P2", ["race", "engine", "graph", "repeat", "memory", "--nccl"], 2, 2),
-    Launch("P2-training", FSDP, 2, 2),
-    Launch("P6-shared", ["race", "engine"], 6, 2, env=SHARED),
-    Launch("P2-8-queues", ["engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}),
-    Launch("P2-1-queue", ["race", "engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     Launch("P2-killed-symmetric", KILLED, 2, 2),
     Launch("P2-killed-p2p", [*KILLED, "--transport", "p2p", "--nccl"], 2, 2),
+    Launch("P2-training", FSDP, 2, 2),
+    Launch("P2-8-queues", ["engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}),
+    Launch("P2-1-queue", ["race", "engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     Launch("P2-killed-1-queue", KILLED, 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    Launch("P6-shared", ["race", "engine"], 6, 2, env=SHARED),
 )
 CHECKS = {
     "race": "no wrong byte under random delays, and some without grants",
@@ -51,7 +51,7 @@ two_gpus = [
     pytest.mark.multigpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
