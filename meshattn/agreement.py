@@ -13,15 +13,15 @@ Nothing here uses the data channel.
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from meshattn.transport.base import TransportError
+from meshattn.transport.patience import within
 
 _REMEMBERED = 4096  # places of the pattern whose call is remembered; all ranks forget alike
 _LONGEST_RUN = 128  # calls of one kind in a row that are told apart: the layers of a model
@@ -29,7 +29,6 @@ _STORE_GRACE = 5.0  # seconds, beyond the timeout, after which the store itself 
 
 
 _Answer = tuple[dict[str, str], tuple[str, str] | None]  # statement; type and text of an error
-_Result = TypeVar("_Result")
 _Signature = tuple[Any, ...]  # name of a call, and the items of its statement
 _Place = tuple[_Signature, str, int]  # after this signature, of this action, the n-th of that action in a row
 _NOTHING: _Place = ((), "", 0)
@@ -119,7 +118,7 @@ class Agreement:
     def blame(self) -> str | None:
         """After a failed transfer: who is not doing what this rank does, if the store tells."""
         try:
-            found = _within(
+            found = within(
                 _STORE_GRACE,
                 lambda: {rank: self._read(self._round, rank) for rank in self._present(self._round)},
             )
@@ -155,11 +154,11 @@ class Agreement:
         mine = json.dumps([self._statement, told])
         absent = ""
         try:
-            answers = _within(
+            answers = within(
                 self._timeout + _STORE_GRACE, lambda: self._exchange(number, mine, error is None)
             )
             if answers is None and error is None:
-                absent = _within(_STORE_GRACE, lambda: self._absent(number, expected))
+                absent = within(_STORE_GRACE, lambda: self._absent(number, expected))
         except TimeoutError as failure:
             if error is not None:
                 raise error from failure
@@ -216,27 +215,6 @@ class Agreement:
             f"{text}{_ranks(present)} left the pattern of calls, after which {action} was next: "
             f"{'; '.join(changes) or 'another call'}"
         )
-
-
-def _within(seconds: float, ask: Callable[[], _Result]) -> _Result:
-    """The answer, or TimeoutError: a store whose host stands still may never return from a plain look."""
-    answers: list[_Result | BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(ask())
-        except BaseException as error:
-            answers.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not answers:
-        raise TimeoutError
-    (answer,) = answers
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
 
 
 def _difference(statements: Mapping[int, Mapping[str, str]]) -> str:

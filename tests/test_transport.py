@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from distributed import Backend
 from meshattn.testing import run_ranks
+from meshattn.transport import p2p
 from meshattn.transport.base import Message, TrafficRecord, Transport, TransportError
 from meshattn.transport.connect import connect
 from meshattn.transport.p2p import P2PTransport
@@ -261,6 +263,19 @@ def test_a_backend_that_can_starts_both_halves_as_one(monkeypatch: pytest.Monkey
     assert calls == ["start", ("send", 8, 7), ("recv", 3, 6), "end", "wait"]
     transport.start(_message(1, 3), None, None).wait()
     assert len(calls) == 5
+
+
+def test_a_close_that_graphs_hold_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(P2PTransport, "uses_nccl", False)
+    monkeypatch.setattr(p2p, "_GRAPH_GRACE", 0.2)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: released.wait(20))
+    transport = P2PTransport(SimpleNamespace(), [0], [0], 3.0)  # type: ignore[arg-type]
+    transport._nccl = SimpleNamespace(captured=True, close=lambda: None)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"CUDA graphs .* reset\(\), before mesh\.close\(\)"):
+        transport.close()
+    released.set()
+    transport.close()
 
 
 def test_what_a_connection_says_of_itself() -> None:

@@ -38,12 +38,14 @@ class NcclGroup:
         self._watch = Watch(timeout, lambda: enter_watching_thread(device))
         self._aborted = False
         self._started = False
+        self.captured = False  # CUDA graphs know the communicator
 
     def begin(self) -> torch.cuda.Event | None:
         """Called before the sends and receives of an exchange."""
         self._watch.check()
         self._started = True
         if torch.cuda.is_current_stream_capturing():
+            self.captured = True
             return None  # a captured exchange runs later, and often
         return _recorded_event()
 

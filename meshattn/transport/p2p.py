@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,9 +15,11 @@ from torch import Tensor
 from meshattn.packing import packed_bytes
 from meshattn.transport.base import Exchange, Message, Transport, TransportError
 from meshattn.transport.nccl import NcclGroup
+from meshattn.transport.patience import within
 
 # gloo matches by tag; a running number keeps a rank that skipped an exchange from pairing with a later one
 _TAGS = 2**31
+_GRAPH_GRACE = 10.0  # seconds that a communicator may take to go which graphs have known
 
 
 @dataclass(frozen=True)
@@ -171,4 +174,15 @@ class P2PTransport(Transport):
     def close(self) -> None:
         if self._nccl is not None:
             self._nccl.close()
-        dist.destroy_process_group(self.group)
+        if self._nccl is None or not self._nccl.captured:
+            dist.destroy_process_group(self.group)
+            return
+        # NCCL waits, without end, until no graph knows the communicator any more.
+        gc.collect()
+        try:
+            within(_GRAPH_GRACE, lambda: dist.destroy_process_group(self.group))
+        except TimeoutError as error:
+            raise ValueError(
+                "CUDA graphs that captured calls on this mesh are still there, and NCCL waits for their end: "
+                "delete them, or call their reset(), before mesh.close()"
+            ) from error
