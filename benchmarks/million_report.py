@@ -60,15 +60,17 @@ class Outcome:
     kept: int  # out, lse, delta
     gradients: int
     buffers: int  # by the formula
+    own: int  # what the kernel keeps for itself for a block
     bits: int  # equal for equal bits of all results on all ranks
 
     @property
     def both(self) -> float:
         return self.forward + self.backward
 
-    def expected_peak(self, alone: Alone) -> int:
+    @property
+    def expected_peak(self) -> int:
         """While the kernel works, or when the gradients are written."""
-        return self.kept + self.buffers + max(alone.own, self.gradients)
+        return self.kept + self.buffers + max(self.own, self.gradients)
 
 
 def report(
@@ -109,8 +111,8 @@ def report(
     names += ["out, lse, delta", "gradients", "buffers", "kernel's own"]
     sizes = []
     for x in outcomes:
-        expected = x.expected_peak(alone)
-        parts = (x.kept, x.gradients, x.buffers, alone.own)
+        expected = x.expected_peak
+        parts = (x.kept, x.gradients, x.buffers, x.own)
         sizes.append([x.name, *map(_gib, (*x.sent.values(), x.peak, expected)), f"{x.peak / expected:.3f}"])
         sizes[-1] += map(_gib, parts)
     memory = table(names, sizes)
@@ -143,7 +145,7 @@ def _records(case: Case, outcomes: Sequence[Outcome], alone: Alone, ranks: int) 
         for step, num_bytes in x.sent.items():
             ratio = num_bytes / x.formula[step] if x.formula[step] else None
             records.append(Record("million", mine, f"{step} bytes", num_bytes, "formula", ratio))
-        ratio = x.peak / x.expected_peak(alone)
+        ratio = x.peak / x.expected_peak
         records.append(Record("million", mine, "peak bytes", x.peak, "formula", ratio))
     return records
 
