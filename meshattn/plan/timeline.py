@@ -2,7 +2,8 @@
 
 Every rank has a stream of kernels and, for the axes inside a node and for the others, a stream of exchanges,
 as the library's transports have. An exchange starts when both ends have come to it (their kernels listed
-before it have ended, their streams of exchanges are free; between nodes both directions of an exchange end
+before it have ended, for which copy engines wait with partial results alone, so that times inside a node are
+rather too long; their streams of exchanges are free; between nodes both directions of an exchange end
 together) and when the port of the sender out and that of the receiver in are free. It takes the latency and
 its bytes over the bandwidth: of the port inside a node, else of the network card, in equal parts for the
 ranks that share the card and send over it in this pass. The host queues one thing after the other and waits
