@@ -99,7 +99,7 @@ def forward(
 ) -> Variant:
     head_dim_v = head_dim_v or head_dim
     d_tile, dv_tile = head_tile(head_dim), head_tile(head_dim_v)
-    tiling = plans._FORWARD[max(d_tile, dv_tile), mask == FULL]
+    tiling = plans._FORWARD[max(d_tile, dv_tile), mask]
     types = {
         "q_desc": tile(dtype, 1, 1, 64, d_tile),
         "k_desc": tile(dtype, 1, 1, KV_TILE, d_tile),

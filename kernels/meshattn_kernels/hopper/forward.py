@@ -117,12 +117,18 @@ def load_partition(q_desc, k_desc, v_desc, out_desc, worker_start, tasks, memory
 
 
 @gluon.jit
+def wait_for_keys(memory, step):
+    STAGES: gl.constexpr = memory.k.shape[0]
+    mbarrier.wait(memory.k_full.index(step % STAGES), (step // STAGES) & 1)
+
+
+@gluon.jit
 def issue_scores(q, memory, step):
     """Wait for K of this step; asynchronous Q K^T  ->  fp32 [64, KV_TILE]."""
     STAGES: gl.constexpr = memory.k.shape[0]
     KV_TILE: gl.constexpr = memory.k.shape[1]
+    wait_for_keys(memory, step)
     stage = step % STAGES
-    mbarrier.wait(memory.k_full.index(stage), (step // STAGES) & 1)
     zeros = gl.zeros(
         (ROWS, KV_TILE), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
     )
@@ -153,8 +159,8 @@ def online_softmax(
     scores, row_max, row_sum, first_row, first_key, rows, common_start, common_end, exp2_scale,
     MASK: gl.constexpr,
 ):  # fmt: skip
-    """scores fp32 [64, KV_TILE] -> P, new row maximum (fp32 [64], base 2) and sums (fp32 [64], or [64, 4]
-    by lane: they meet at the end of a task), factor for the old sums."""
+    """scores fp32 [64, KV_TILE] -> P, new row maximum (fp32 [64], base 2), sums (fp32 [64, 4], by lane: they
+    meet at the end of a task), factor for the old sums."""
     KV_TILE: gl.constexpr = scores.shape[1]
     LAYOUT: gl.constexpr = scores.type.layout
     if MASK != FULL:
@@ -166,19 +172,12 @@ def online_softmax(
             visible = visible & (key[None, :] < row_ends(rows, row, MASK)[:, None])
             # Not a finite value: a row whose tile is all masked would give exp2 of a rounding error of 1e22.
             scores = gl.where(visible, scores, float("-inf"))
-    BY_LANE: gl.constexpr = len(row_sum.shape) == 2
-    if BY_LANE:
-        tile_max = gl.max(gl.max(gl.max(gl.max(by_lane(scores), 4), 1), 1), 1)
-        new_max = gl.maximum(row_max, gl.convert_layout(tile_max, gl.SliceLayout(1, LAYOUT)) * exp2_scale)
-    else:
-        new_max = gl.maximum(row_max, gl.max(scores, 1) * exp2_scale)
+    tile_max = gl.max(gl.max(gl.max(gl.max(by_lane(scores), 4), 1), 1), 1)
+    new_max = gl.maximum(row_max, gl.convert_layout(tile_max, gl.SliceLayout(1, LAYOUT)) * exp2_scale)
     probs = gl.exp2(scores * exp2_scale - new_max[:, None])
     rescale = gl.exp2(row_max - new_max)
-    if BY_LANE:
-        tile_sum = gl.convert_layout(gl.sum(gl.sum(gl.sum(by_lane(probs), 4), 1), 1), LANES)
-        row_sum = row_sum * gl.convert_layout(rescale, LANES_ROW)[:, None] + tile_sum
-    else:
-        row_sum = row_sum * rescale + gl.sum(probs, 1)
+    tile_sum = gl.convert_layout(gl.sum(gl.sum(gl.sum(by_lane(probs), 4), 1), 1), LANES)
+    row_sum = row_sum * gl.convert_layout(rescale, LANES_ROW)[:, None] + tile_sum
     return probs, new_max, row_sum, rescale
 
 
@@ -189,7 +188,11 @@ def consumer(
 ):  # fmt: skip
     """64 query rows of each task. CARRY_PROBS: P is carried from step to step and P V of a step runs during
     the softmax of the next. Otherwise the scores are carried, Q K^T of the next step and P V of this one are
-    issued together, and only the other consumers fill the tensor cores during the softmax."""
+    issued together, and only the other consumers fill the tensor cores during the softmax.
+
+    KEYS_EARLY: with CARRY_PROBS, the next keys are waited for between softmax and the wait for P V. ptxas
+    moves that one up to the last branch before it, else in front of the softmax. Two consumers are slower so.
+    """
     CONSUMERS: gl.constexpr = memory.q.shape[0]
     STAGES: gl.constexpr = memory.k.shape[0]
     KV_TILE: gl.constexpr = memory.k.shape[1]
@@ -198,7 +201,8 @@ def consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV_TILE, 16])
     S_ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    BY_LANE: gl.constexpr = CONSUMERS == 2  # three consumers are slower so
+    Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2  # which leaves 240 registers to a thread
+    KEYS_EARLY: gl.constexpr = CONSUMERS == 3
     exp2_scale = scale * LOG2E
     worker = gl.program_id(0)
     step = 0
@@ -212,16 +216,17 @@ def consumer(
         key = (first_tile + num_tiles - 1) * KV_TILE
         mbarrier.wait(memory.q_full.index(INDEX), task_number & 1)
         q = memory.q.index(INDEX)
+        if Q_IN_REGISTERS:
+            q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+            fence_async_shared()  # TMA writes the next q there
+            mbarrier.arrive(memory.q_empty.index(INDEX), count=1)
         scores = issue_scores(q, memory, step)
         # The accumulator is read while the first product runs: a use before it would wait for all of these
         # loads.
         if FIRST:
             out = gl.zeros((ROWS, DV_TILE), gl.float32, O_LAYOUT)
             row_max = gl.full((ROWS,), MAX_START, gl.float32, S_ROW)
-            if BY_LANE:
-                row_sum = gl.full((ROWS, 4), 0.0, gl.float32, LANES)
-            else:
-                row_sum = gl.full((ROWS,), 0.0, gl.float32, S_ROW)
+            row_sum = gl.full((ROWS, 4), 0.0, gl.float32, LANES)
         else:
             lse_at, lse_mask = lse_addresses(output, task_row, first_row, rows.n_q, S_ROW)
             lse = gl.load(lse_at, mask=lse_mask, other=float("-inf"))
@@ -231,11 +236,9 @@ def consumer(
             fence_async_shared()
             mbarrier.arrive(memory.out_empty.index(INDEX), count=1)
             row_max = gl.maximum(lse * LOG2E, MAX_START)
-            if BY_LANE:  # 1 in four parts, which sum to it exactly
-                row_sum = gl.convert_layout(gl.where(lse > float("-inf"), 0.25, 0.0), LANES_ROW)
-                row_sum = gl.expand_dims(row_sum, 1).broadcast_to([ROWS, 4])
-            else:
-                row_sum = gl.where(lse > float("-inf"), 1.0, 0.0)
+            # 1 in four parts, which sum to it exactly.
+            row_sum = gl.convert_layout(gl.where(lse > float("-inf"), 0.25, 0.0), LANES_ROW)
+            row_sum = gl.expand_dims(row_sum, 1).broadcast_to([ROWS, 4])
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(memory.k_empty.index(step % STAGES), count=1)
         if CARRY_PROBS:
@@ -245,7 +248,7 @@ def consumer(
             probs = probs.to(memory.v.dtype)
             if not FIRST:
                 out = out * gl.convert_layout(rescale, O_ROW)[:, None]
-            for _i in range(1, num_tiles):
+            for i in range(1, num_tiles):
                 key -= KV_TILE
                 scores = issue_scores(q, memory, step + 1)
                 out = issue_output(probs, out, memory, step)
@@ -254,6 +257,9 @@ def consumer(
                 next_probs, row_max, row_sum, rescale = online_softmax(
                     scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale, MASK
                 )
+                if KEYS_EARLY:
+                    if i + 1 < num_tiles:
+                        wait_for_keys(memory, step + 2)
                 out = warpgroup_mma_wait(0, deps=[out])
                 mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
                 out = out * gl.convert_layout(rescale, O_ROW)[:, None]
@@ -277,7 +283,8 @@ def consumer(
                 scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale, MASK
             )
             out = out * gl.convert_layout(rescale, O_ROW)[:, None]
-        mbarrier.arrive(memory.q_empty.index(INDEX), count=1)
+        if not Q_IN_REGISTERS:
+            mbarrier.arrive(memory.q_empty.index(INDEX), count=1)
         out = warpgroup_mma_wait(0, deps=[issue_output(probs, out, memory, step)])
         mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
         step += 1
@@ -285,8 +292,7 @@ def consumer(
         # Padding rows saw what their q, read as zero, would see: they are written as empty, or not at all.
         written = output.rows if FIRST else rows.n_q
         lse_at, lse_mask = lse_addresses(output, task_row, first_row, written, S_ROW)
-        if BY_LANE:
-            row_sum = gl.convert_layout(gl.sum(row_sum, 1), S_ROW)
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), S_ROW)
         row_sum = gl.where(first_row + gl.arange(0, ROWS, layout=S_ROW) < rows.n_q, row_sum, 0.0)
         weight = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)
         lse = gl.where(row_sum > 0.0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))

@@ -43,11 +43,13 @@ class ForwardTiling:
         return self.consumers * CONSUMER_ROWS
 
 
-_FORWARD = {  # (greater head tile, full): measured best
-    (128, True): ForwardTiling(consumers=2, stages=2, carry_probs=True),
-    (128, False): ForwardTiling(consumers=2, stages=2, carry_probs=False),
-    (64, True): ForwardTiling(consumers=3, stages=3, carry_probs=True),
-    (64, False): ForwardTiling(consumers=3, stages=2, carry_probs=False),
+_FORWARD = {  # (greater head tile, kind of mask): measured best, but for ARRAY, which would spill
+    (128, FULL): ForwardTiling(consumers=2, stages=2, carry_probs=True),
+    (128, BAND): ForwardTiling(consumers=2, stages=2, carry_probs=False),
+    (128, ARRAY): ForwardTiling(consumers=2, stages=2, carry_probs=False),
+    (64, FULL): ForwardTiling(consumers=3, stages=3, carry_probs=True),
+    (64, BAND): ForwardTiling(consumers=3, stages=3, carry_probs=True),
+    (64, ARRAY): ForwardTiling(consumers=3, stages=2, carry_probs=False),
 }
 
 
@@ -222,7 +224,7 @@ def _mask(intervals: Intervals, device: torch.device, *, of_keys: bool) -> Mask:
 def _make_forward(intervals: Intervals, call: Call) -> ForwardPlan:
     device = torch.device("cuda", call.device)
     mask = _mask(intervals, device, of_keys=False)
-    tiling = _FORWARD[call.head_tile, mask.kind == FULL]
+    tiling = _FORWARD[call.head_tile, mask.kind]
     starts, tasks = forward_tasks(intervals, call, tiling.block)
     return ForwardPlan(
         empty=intervals.is_empty,
