@@ -1,40 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# ruff: noqa: SIM102, SIM113 - conditions on constants stand alone; no enumerate here
+# ruff: noqa: SIM113 - no enumerate here
 """Attention forward for Hopper: one persistent kernel that merges a block of keys into out and lse.
 
 A task is one block of query rows of one head: 64 rows for each consumer. A consumer is a partition of its
 own (one warpgroup), so that consumers drift apart and one does softmax while another keeps the tensor cores
-busy; no barrier orders them. One more warp loads by TMA. Tiles of keys are visited from the last to the
-first: the diagonal of a causal mask comes at the start.
-
-The online softmax (FlashAttention-2, arXiv 2307.08691) goes on from the accumulator of earlier blocks: a row
-with normalised out and log-sum-exp lse continues as a row with maximum lse, sum 1 and weighted sum out."""
+busy; no barrier orders them (forward_math.py). One more warp loads by TMA. Tiles of keys are visited from the
+last to the first: the diagonal of a causal mask comes at the start."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from meshattn_kernels.hopper.masks import FULL, Rows, common_keys, row_ends, row_starts
-from meshattn_kernels.hopper.output import ROWS, Output, lse_addresses, out_addresses
-from meshattn_kernels.hopper.shim import LN2, LOG2E, aggregate, load_tile, new_barriers, reinterpret
-
-MAX_START = gl.constexpr(-1e30)
-"""Finite, so that exp2(old maximum - new maximum) is never inf - inf."""
-LANES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
-)
-"""Of [64, 4]: a value for each of the four lanes that share a row of a product."""
-LANES_ROW = gl.constexpr(gl.SliceLayout(1, LANES.value))
-TASK_FIELDS = gl.constexpr(8)
-"""int32 values of a task: batch, query head, key/value head, query block, first tile, number of tiles, 0,
-0."""
+from meshattn_kernels.hopper.forward_math import TASK_FIELDS, consumer_0, consumer_1, consumer_2
+from meshattn_kernels.hopper.masks import Rows
+from meshattn_kernels.hopper.output import ROWS, Output
+from meshattn_kernels.hopper.shim import aggregate, load_tile, new_barriers, reinterpret
 
 
 @aggregate
@@ -114,216 +94,6 @@ def load_partition(q_desc, k_desc, v_desc, out_desc, worker_start, tasks, memory
             )  # fmt: skip
             step += 1
         task_number += 1
-
-
-@gluon.jit
-def wait_for_keys(memory, step):
-    STAGES: gl.constexpr = memory.k.shape[0]
-    mbarrier.wait(memory.k_full.index(step % STAGES), (step // STAGES) & 1)
-
-
-@gluon.jit
-def issue_scores(q, memory, step):
-    """Wait for K of this step; asynchronous Q K^T  ->  fp32 [64, KV_TILE]."""
-    STAGES: gl.constexpr = memory.k.shape[0]
-    KV_TILE: gl.constexpr = memory.k.shape[1]
-    wait_for_keys(memory, step)
-    stage = step % STAGES
-    zeros = gl.zeros(
-        (ROWS, KV_TILE), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
-    )
-    return warpgroup_mma(q, memory.k.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def issue_output(probs, out, memory, step):
-    """Wait for V of this step; asynchronous out + P V  ->  fp32 [64, DV_TILE]."""
-    STAGES: gl.constexpr = memory.v.shape[0]
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 2)
-    stage = step % STAGES
-    operand = gl.convert_layout(probs.to(memory.v.dtype), OPERAND)  # no data movement: same registers
-    mbarrier.wait(memory.v_full.index(stage), (step // STAGES) & 1)
-    return warpgroup_mma(operand, memory.v.index(stage), out, is_async=True)
-
-
-@gluon.jit
-def by_lane(tile):
-    """A product [64, columns] as [64, 4, columns / 32, 4 lanes, 2]. A reduction over dims 4, 1 and 1 again is
-    a tree inside each thread: 32 operations that wait for each other are long with one warp a scheduler."""
-    COLUMNS: gl.constexpr = tile.shape[1]
-    return gl.reshape(tile, (ROWS, 4, COLUMNS // 32, 4, 2))
-
-
-@gluon.jit
-def online_softmax(
-    scores, row_max, row_sum, first_row, first_key, rows, common_start, common_end, exp2_scale,
-    MASK: gl.constexpr,
-):  # fmt: skip
-    """scores fp32 [64, KV_TILE] -> P, new row maximum (fp32 [64], base 2), sums (fp32 [64, 4], by lane: they
-    meet at the end of a task), factor for the old sums."""
-    KV_TILE: gl.constexpr = scores.shape[1]
-    LAYOUT: gl.constexpr = scores.type.layout
-    if MASK != FULL:
-        # A branch in ONE loop: separate loops for masked and unmasked tiles spill and are slower.
-        if (first_key < common_start) | (first_key + KV_TILE > common_end):
-            row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-            key = first_key + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, LAYOUT))
-            visible = key[None, :] >= row_starts(rows, row, MASK)[:, None]
-            visible = visible & (key[None, :] < row_ends(rows, row, MASK)[:, None])
-            # Not a finite value: a row whose tile is all masked would give exp2 of a rounding error of 1e22.
-            scores = gl.where(visible, scores, float("-inf"))
-    tile_max = gl.max(gl.max(gl.max(gl.max(by_lane(scores), 4), 1), 1), 1)
-    new_max = gl.maximum(row_max, gl.convert_layout(tile_max, gl.SliceLayout(1, LAYOUT)) * exp2_scale)
-    probs = gl.exp2(scores * exp2_scale - new_max[:, None])
-    rescale = gl.exp2(row_max - new_max)
-    tile_sum = gl.convert_layout(gl.sum(gl.sum(gl.sum(by_lane(probs), 4), 1), 1), LANES)
-    row_sum = row_sum * gl.convert_layout(rescale, LANES_ROW)[:, None] + tile_sum
-    return probs, new_max, row_sum, rescale
-
-
-@gluon.jit
-def consumer(
-    INDEX: gl.constexpr, output, rows, worker_start, tasks, scale, memory,
-    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    """64 query rows of each task. CARRY_PROBS: P is carried from step to step and P V of a step runs during
-    the softmax of the next. Otherwise the scores are carried, Q K^T of the next step and P V of this one are
-    issued together, and only the other consumers fill the tensor cores during the softmax.
-
-    KEYS_EARLY: with CARRY_PROBS, the next keys are waited for between softmax and the wait for P V. ptxas
-    moves that one up to the last branch before it, else in front of the softmax. Two consumers are slower so.
-    """
-    CONSUMERS: gl.constexpr = memory.q.shape[0]
-    STAGES: gl.constexpr = memory.k.shape[0]
-    KV_TILE: gl.constexpr = memory.k.shape[1]
-    DV_TILE: gl.constexpr = memory.v.shape[2]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV_TILE, 16])
-    S_ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2  # which leaves 240 registers to a thread
-    KEYS_EARLY: gl.constexpr = CONSUMERS == 3
-    exp2_scale = scale * LOG2E
-    worker = gl.program_id(0)
-    step = 0
-    task_number = 0
-    for task in range(gl.load(worker_start + worker), gl.load(worker_start + worker + 1)):
-        task_row = tasks + task * TASK_FIELDS
-        first_row = (gl.load(task_row + 3) * CONSUMERS + INDEX) * ROWS
-        first_tile = gl.load(task_row + 4)
-        num_tiles = gl.load(task_row + 5)
-        common_start, common_end = common_keys(rows, first_row, ROWS, MASK)
-        key = (first_tile + num_tiles - 1) * KV_TILE
-        mbarrier.wait(memory.q_full.index(INDEX), task_number & 1)
-        q = memory.q.index(INDEX)
-        if Q_IN_REGISTERS:
-            q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-            fence_async_shared()  # TMA writes the next q there
-            mbarrier.arrive(memory.q_empty.index(INDEX), count=1)
-        scores = issue_scores(q, memory, step)
-        # The accumulator is read while the first product runs: a use before it would wait for all of these
-        # loads.
-        if FIRST:
-            out = gl.zeros((ROWS, DV_TILE), gl.float32, O_LAYOUT)
-            row_max = gl.full((ROWS,), MAX_START, gl.float32, S_ROW)
-            row_sum = gl.full((ROWS, 4), 0.0, gl.float32, LANES)
-        else:
-            lse_at, lse_mask = lse_addresses(output, task_row, first_row, rows.n_q, S_ROW)
-            lse = gl.load(lse_at, mask=lse_mask, other=float("-inf"))
-            mbarrier.wait(memory.out_full.index(INDEX), task_number & 1)
-            out = memory.out.index(INDEX).load(O_LAYOUT)
-            # TMA writes the next tile there: without the fence it may overtake these reads, another proxy's.
-            fence_async_shared()
-            mbarrier.arrive(memory.out_empty.index(INDEX), count=1)
-            row_max = gl.maximum(lse * LOG2E, MAX_START)
-            # 1 in four parts, which sum to it exactly.
-            row_sum = gl.convert_layout(gl.where(lse > float("-inf"), 0.25, 0.0), LANES_ROW)
-            row_sum = gl.expand_dims(row_sum, 1).broadcast_to([ROWS, 4])
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(memory.k_empty.index(step % STAGES), count=1)
-        if CARRY_PROBS:
-            probs, row_max, row_sum, rescale = online_softmax(
-                scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale, MASK
-            )
-            probs = probs.to(memory.v.dtype)
-            if not FIRST:
-                out = out * gl.convert_layout(rescale, O_ROW)[:, None]
-            for i in range(1, num_tiles):
-                key -= KV_TILE
-                scores = issue_scores(q, memory, step + 1)
-                out = issue_output(probs, out, memory, step)
-                scores = warpgroup_mma_wait(1, deps=[scores])
-                mbarrier.arrive(memory.k_empty.index((step + 1) % STAGES), count=1)
-                next_probs, row_max, row_sum, rescale = online_softmax(
-                    scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale, MASK
-                )
-                if KEYS_EARLY:
-                    if i + 1 < num_tiles:
-                        wait_for_keys(memory, step + 2)
-                out = warpgroup_mma_wait(0, deps=[out])
-                mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
-                out = out * gl.convert_layout(rescale, O_ROW)[:, None]
-                probs = next_probs.to(memory.v.dtype)
-                step += 1
-        else:
-            for _i in range(0, num_tiles - 1):
-                probs, row_max, row_sum, rescale = online_softmax(
-                    scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale, MASK
-                )
-                key -= KV_TILE
-                scores = issue_scores(q, memory, step + 1)
-                out = out * gl.convert_layout(rescale, O_ROW)[:, None]
-                out = issue_output(probs, out, memory, step)
-                scores = warpgroup_mma_wait(1, deps=[scores])
-                mbarrier.arrive(memory.k_empty.index((step + 1) % STAGES), count=1)
-                out = warpgroup_mma_wait(0, deps=[out])
-                mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
-                step += 1
-            probs, row_max, row_sum, rescale = online_softmax(
-                scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale, MASK
-            )
-            out = out * gl.convert_layout(rescale, O_ROW)[:, None]
-        if not Q_IN_REGISTERS:
-            mbarrier.arrive(memory.q_empty.index(INDEX), count=1)
-        out = warpgroup_mma_wait(0, deps=[issue_output(probs, out, memory, step)])
-        mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
-        step += 1
-        task_number += 1
-        # Padding rows saw what their q, read as zero, would see: they are written as empty, or not at all.
-        written = output.rows if FIRST else rows.n_q
-        lse_at, lse_mask = lse_addresses(output, task_row, first_row, written, S_ROW)
-        row_sum = gl.convert_layout(gl.sum(row_sum, 1), S_ROW)
-        row_sum = gl.where(first_row + gl.arange(0, ROWS, layout=S_ROW) < rows.n_q, row_sum, 0.0)
-        weight = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)
-        lse = gl.where(row_sum > 0.0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
-        gl.store(lse_at, lse, mask=lse_mask)
-        out_at, out_mask = out_addresses(output, task_row, first_row, written, HEAD_DIM_V, O_LAYOUT)
-        out = out * gl.convert_layout(weight, O_ROW)[:, None]
-        gl.store(out_at, out.to(output.out.dtype.element_ty), mask=out_mask)
-
-
-@gluon.jit
-def consumer_0(
-    output, rows, worker_start, tasks, scale, memory,
-    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    consumer(0, output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)
-
-
-@gluon.jit
-def consumer_1(
-    output, rows, worker_start, tasks, scale, memory,
-    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    consumer(1, output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)
-
-
-@gluon.jit
-def consumer_2(
-    output, rows, worker_start, tasks, scale, memory,
-    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
-):  # fmt: skip
-    consumer(2, output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)
 
 
 @gluon.jit(
