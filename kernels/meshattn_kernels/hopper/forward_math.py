@@ -117,7 +117,8 @@ def consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV_TILE, 16])
     S_ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2  # which leaves 240 registers to a thread
+    # Two consumers leave 240 registers to a thread; beside carried scores it is slower.
+    Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and CARRY_PROBS
     KEYS_EARLY: gl.constexpr = CONSUMERS == 3
     exp2_scale = scale * LOG2E
     worker = gl.program_id(0)
