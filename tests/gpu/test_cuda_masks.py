@@ -149,6 +149,7 @@ def test_a_token_touches_what_the_mask_lets_it_reach(
         return results_of(case, given, monkeypatch, kernel=kernel, **ON_GPU)
 
     before = results(inputs)
+    assert not before.out[:, ~visible.any(1)].any() and not before.dq[:, ~visible.any(1)].any()
     for position in PROBES:
         found = changed(before, results(with_token(inputs, "k v", position)))
         queries = visible[:, position]
