@@ -40,8 +40,8 @@ is what was measured for one exchange (258 GB/s, 70 us, 16 of 132 multiprocessor
 nodes were measured by `meshattn calibrate` on the same ranks. Skipped is a tile without its transfers.
 What is left: at 8k tokens on two GPUs a pass is as long as its host work, which the model knows by one
 number alone. 16 ranks on one H200 over sockets (2026-11-30, virtual cluster) were not calibrated; on the
-link that 8 ranks measured, scaled to their rate, ring comes out 3 % faster than measured, and the tile 4x4 as
-fast as in one of its two rounds, but 26 % (backward) and 31 % (forward) faster than the median of both."""
+link that 8 ranks measured, scaled to their rate, ring comes out 3 % faster than measured, and so does
+the tile 4x4 in one of its two rounds, but 26 % (backward) and 31 % (forward) faster than their median."""
 
 
 COMMANDS = """\
