@@ -40,12 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is here, so nothing can be timed; --device cpu tries the program out")
-    cases, kernels = (
-        [Case(128, True, 16384, 1, 16, 16), Case(64, True, 16384, 1, 32, 32)],
-        ["hopper", "triton"],
-    )
-    if options.device == "cpu":
-        cases = [Case(128, True, 16384, 1, 16, 16), Case(64, True, 16384, 1, 32, 32)]
+    cases = [Case(128, True, 16384, 1, 16, 16), Case(64, True, 16384, 1, 32, 32)]
     kernels = ["hopper", "triton"]
     if options.device == "cpu":
         cases, kernels = [Case(16, True, 40, 1, 4, 2)], ["reference"]

@@ -233,8 +233,7 @@ def measure(
     sent = {p: sum(x.sent_bytes for x in mesh.traffic() if x.phase == p) for p in DIRECTIONS}
     found = dict(zip(NAMES, (x.detach() for x in results), strict=True))
     errors = sampled_errors(samples, seq.position_ids().to(device), found)
-    both = sums((q.detach(), k.detach(), v.detach(), do), found)
-    both = both.cpu()
+    both = sums((q.detach(), k.detach(), v.detach(), do), found).cpu()
     dist.all_reduce(both)
     out, *gradients = results
     mine = Outcome(
@@ -305,7 +304,6 @@ def _once(device: torch.device, *works: Callable[[], object]) -> tuple[list[floa
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
-    clock = []
     if device.type == "cuda":
         _products(device)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(works) + 1)]

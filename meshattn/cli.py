@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from meshattn import __version__
 from meshattn.advice import NEAR, compare_layouts
-from meshattn.cli_plan import add_calibrate, add_plan, calibrate_command, plan_command, size
+from meshattn.cli_plan import add_calibrate, add_plan, calibrate_command, check_head_dim, plan_command, size
 from meshattn.plan.assignment import Assignment, Tile, tiles
-from meshattn.plan.cost import HEAD_DIM_STEP, CallShape, choose_tile, costs
+from meshattn.plan.cost import CallShape, choose_tile, costs
 from meshattn.plan.greedy import build
 from meshattn.plan.report import DIRECTIONS, RATIOS, Row, describe_step, rows_at, worst_row
 
@@ -140,8 +140,7 @@ def _shape(args: argparse.Namespace) -> CallShape:
     for name in ("batch", "seq_len", "heads", "head_dim"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least 1")
-    if args.head_dim % HEAD_DIM_STEP:
-        raise ValueError(f"--head-dim is {args.head_dim}, but must be a multiple of {HEAD_DIM_STEP}")
+    check_head_dim(args.head_dim)
     exact = "fp64" if args.dtype == "fp64" else "fp32"
     if args.reduce_dtype not in (None, args.dtype, exact):
         raise ValueError(

@@ -99,6 +99,12 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
     return "\n\n".join([_table(shown), reason, _code(best, args.topology), NOTE])
 
 
+def check_head_dim(head_dim: int) -> None:
+    """ValueError for one that attention does not take."""
+    if head_dim < 1 or head_dim % HEAD_DIM_STEP:
+        raise ValueError(f"--head-dim is {head_dim}, but must be a multiple of {HEAD_DIM_STEP}")
+
+
 def _check_folder(name: str, path: Path | None) -> None:
     """Before the work, so that it is not lost."""
     if path is not None and not path.parent.is_dir():
@@ -227,8 +233,7 @@ def calibrate_command(args: argparse.Namespace) -> str:
     for heads in args.heads:
         if min(heads, args.group) < 1 or heads % args.group:
             raise ValueError(f"--heads has {heads}, but must be a multiple of --group, which is {args.group}")
-    if args.head_dim < 1 or args.head_dim % HEAD_DIM_STEP:
-        raise ValueError(f"--head-dim is {args.head_dim}, but must be a multiple of {HEAD_DIM_STEP}")
+    check_head_dim(args.head_dim)
     if args.rows and min(args.rows) < 1:
         raise ValueError(f"--rows has {min(args.rows)}, but must be at least 1")
     if args.messages and not 0 < args.messages[0] < args.messages[1]:

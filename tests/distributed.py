@@ -164,14 +164,16 @@ def sinks_of(case: Case) -> Tensor:
     return torch.randn(case.shape.H, generator=generator, dtype=torch.float64).to(case.dtype)
 
 
+def score_options(case: Case) -> dict[str, Any]:
+    """What becomes of scores, as arguments of attention, dense or not."""
+    return {name: getattr(case, name) for name in ("softmax_scale", "softcap", "dropout_p", "dropout_seed")}
+
+
 @lru_cache(maxsize=64)
 def _dense(case: Case, computed: torch.dtype) -> Results:
     inputs = inputs_of(case.shape, case.dtype, case.seed)
-    options = {
-        name: getattr(case, name) for name in ("softmax_scale", "softcap", "dropout_p", "dropout_seed")
-    }
     sinks = sinks_of(case).to(computed) if case.sinks else None
-    return dense(inputs, computed, sinks=sinks, **options, **case.rule)
+    return dense(inputs, computed, sinks=sinks, **score_options(case), **case.rule)
 
 
 def _global(case: Case) -> Case:
@@ -236,6 +238,15 @@ def local_inputs(case: Case, rank: int) -> Inputs:
 
 def run_case(mesh: AttentionMesh, case: Case, *, device: str = "cpu", **options: Any) -> Results:
     """One rank's share of a case, forward and backward: tensors of L rows, always on the CPU."""
+    sinks = sinks_of(case).to(device) if case.sinks else None
+    results, _ = run_with_sinks(mesh, case, sinks, device=device, **options)
+    return results
+
+
+def run_with_sinks(
+    mesh: AttentionMesh, case: Case, sinks: Tensor | None, *, device: str = "cpu", **options: Any
+) -> tuple[Results, Tensor | None]:
+    """The same with these sinks, and the gradient of theirs that this rank has, if they require one."""
     seq, kv_seq = sequences(mesh, case)
     q, k, v, do = (x.to(device) for x in local_inputs(case, mesh.rank))
     if case.strided:
@@ -250,19 +261,18 @@ def run_case(mesh: AttentionMesh, case: Case, *, device: str = "cpu", **options:
         kv_seq=kv_seq,
         causal=case.causal,
         window_size=case.window_size,
-        softcap=case.softcap,
-        dropout_p=case.dropout_p,
-        dropout_seed=case.dropout_seed,
-        sinks=sinks_of(case).to(device) if case.sinks else None,
-        softmax_scale=case.softmax_scale,
+        sinks=sinks,
         reduce_dtype=case.reduce_dtype,
         return_lse=True,
+        **score_options(case),
         **options,
     )
     assert isinstance(answer, tuple)
     out, lse = answer
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
-    return Results(*(result.detach().cpu() for result in (out, lse, dq, dk, dv)))
+    wanted = [q, k, v] if sinks is None or not sinks.requires_grad else [q, k, v, sinks]
+    dq, dk, dv, *dsinks = torch.autograd.grad(out, wanted, do)
+    results = Results(*(result.detach().cpu() for result in (out, lse, dq, dk, dv)))
+    return results, dsinks[0].cpu() if dsinks else None
 
 
 def run_cases(

@@ -16,10 +16,7 @@ def leave_room(kernel: AttentionKernel, device: torch.device, multiprocessors: i
 
     Kernels without a field ``workers`` share the device as the hardware lets them, and come back as they are.
     """
-    if multiprocessors == 0 or device.type != "cuda" or not hasattr(kernel, "workers"):
-        return kernel
-    workers = max(1, (kernel.workers or gpu.multiprocessors(device)) - multiprocessors)
-    return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), workers=workers))
+    return kernel if multiprocessors == 0 else _limited(kernel, device, 1, multiprocessors)
 
 
 def among(
@@ -31,9 +28,14 @@ def among(
     A kernel whose blocks wait for each other needs them all at once, and where ranks share a GPU, an exchange
     that waits for this rank may hold what it needs, also while this rank exchanges nothing.
     """
-    if ranks == 1 or device.type != "cuda" or not hasattr(kernel, "workers"):
+    return kernel if ranks == 1 else _limited(kernel, device, ranks, multiprocessors)
+
+
+def _limited(kernel: AttentionKernel, device: torch.device, parts: int, taken: int) -> AttentionKernel:
+    """On one of so many equal parts of the multiprocessors, less those that are taken."""
+    if device.type != "cuda" or not hasattr(kernel, "workers"):
         return kernel
-    workers = max(1, (kernel.workers or gpu.multiprocessors(device)) // ranks - multiprocessors)
+    workers = max(1, (kernel.workers or gpu.multiprocessors(device)) // parts - taken)
     return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), workers=workers))
 
 

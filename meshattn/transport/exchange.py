@@ -213,7 +213,7 @@ class _End:
     def __init__(self, exchange: Exchange, done: int, *others: int | None) -> None:
         self._exchange = exchange
         self._done = done
-        self._others = others
+        self._others = [event for event in others if event is not None]
 
     def has_begun(self) -> bool:
         """The communication stream comes to it when all that was added before it is done."""
@@ -222,9 +222,13 @@ class _End:
     def is_done(self) -> bool:
         return self._exchange.engine.ops.is_done(self._done)
 
+    def recycle(self) -> None:
+        self._exchange.engine.recycle(*self._others)
+
 
 class _Sending(_End):
-    """The other event, if any, is what it waits for on this rank."""
+    """The other event, if any, is what it waits for on this rank. The one behind it is still waited for, and
+    recycled by the other end."""
 
     @property
     def failure(self) -> str:
@@ -232,8 +236,7 @@ class _Sending(_End):
         return f"{message.label}: rank {self._exchange.engine.names[message.to]} did not take it"
 
     def has_begun(self) -> bool:
-        (begun,) = self._others
-        return begun is None or self._exchange.engine.ops.is_done(begun)
+        return all(map(self._exchange.engine.ops.is_done, self._others))
 
     def let_go(self) -> None:
         """Push without leave of the receiver: NaN, so that nobody computes on with wrong numbers unseen."""
@@ -241,10 +244,6 @@ class _Sending(_End):
         for source, nbytes in exchange.sources:
             exchange.engine.ops.rescue_fill(source, nbytes)
         exchange.engine.ops.rescue_word(exchange.place.granted, 1)
-
-    def recycle(self) -> None:
-        """The event behind it is still waited for: see the other end."""
-        self._exchange.engine.recycle(*(x for x in self._others if x is not None))
 
 
 class _Receiving(_End):
@@ -263,4 +262,5 @@ class _Receiving(_End):
             exchange.engine.ops.rescue_word(exchange.place.ready, 1)
 
     def recycle(self) -> None:
-        self._exchange.engine.recycle(self._done, *(x for x in self._others if x is not None))
+        super().recycle()
+        self._exchange.engine.recycle(self._done)

@@ -10,7 +10,8 @@ _Result = TypeVar("_Result")
 
 
 def within(seconds: float, ask: Callable[[], _Result]) -> _Result:
-    """The answer, or TimeoutError: a store whose host stands still may never return from a plain look."""
+    """The answer, or TimeoutError: a store whose host stands still may never return from a plain look, nor
+    NCCL from the end of a communicator that CUDA graphs still know."""
     answers: list[_Result | BaseException] = []
 
     def run() -> None:

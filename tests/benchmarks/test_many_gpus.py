@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,9 @@ import many_steps
 import options
 import undertaker
 from meshattn import cli
+from waiting import eventually
 
 EIGHT_MINUTES = 480
-
-
-def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return holds()
 
 
 def parser_of(program: str) -> Callable[[list[str]], Any]:
@@ -136,11 +129,11 @@ def test_one_that_is_stopped_ends_its_step_and_tells_what_there_is(
         stderr=subprocess.DEVNULL,
     )
     started = tmp_path / "self-test" / "output.txt"
-    assert eventually(lambda: started.exists() and "virtual cluster" in started.read_text())
-    assert eventually(lambda: len(undertaker.marked(str(tmp_path))) > 5)  # it, its step, four ranks
+    assert eventually(lambda: started.exists() and "virtual cluster" in started.read_text(), 60)
+    assert eventually(lambda: len(undertaker.marked(str(tmp_path))) > 5, 60)  # it, its step, four ranks
     stopped.send_signal(number)
     stopped.communicate(timeout=30)
-    assert eventually(lambda: not undertaker.marked(str(tmp_path)))
+    assert eventually(lambda: not undertaker.marked(str(tmp_path)), 60)
     if number != signal.SIGKILL:
         assert "all ranks have been ended" in started.read_text()
         for kind in ("md", "jsonl"):

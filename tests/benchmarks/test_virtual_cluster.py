@@ -9,8 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from ipaddress import IPv4Address, IPv4Interface
 from pathlib import Path
 
@@ -21,6 +19,7 @@ import netlink
 import undertaker
 import virtual_cluster
 from virtual_nodes import SHARED_GPU, Cluster, network
+from waiting import eventually
 
 SCRIPT = Path(virtual_cluster.__file__)
 
@@ -31,13 +30,6 @@ def networks_can_be_made() -> bool:
             return True
     except OSError:
         return False
-
-
-def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return holds()
 
 
 def is_gone(pid: int) -> bool:
@@ -284,10 +276,10 @@ def test_past_the_time_all_is_ended_even_what_ranks_have_started_and_will_not_he
     parent = parent.replace("subprocess.Popen(", f"open({str(note)!r}, 'w').write(str(subprocess.Popen(")
     parent = parent.replace(f"{deaf!r}])", f"{deaf!r}]).pid))", 1)
     with crew(tmp_path, "pass", parent) as ranks:
-        assert eventually(lambda: note.exists() and note.read_text() != "")
+        assert eventually(lambda: note.exists() and note.read_text() != "", 20)
         assert ranks.wait(0.3) == 124
     assert "ranks [1] have not ended after 0.3 s" in capsys.readouterr().err
-    assert eventually(lambda: is_gone(int(note.read_text())))
+    assert eventually(lambda: is_gone(int(note.read_text())), 20)
 
 
 @pytest.mark.parametrize(
@@ -313,14 +305,14 @@ os.rename(note + ".new", note)
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    assert eventually(lambda: all(path.exists() for path in notes))
+    assert eventually(lambda: all(path.exists() for path in notes), 20)
     cluster.send_signal(number)
     cluster.communicate(timeout=30)
     assert cluster.returncode == code
     for note in notes:
         *pids, folder = note.read_text().split()
-        assert all(eventually(lambda pid=pid: is_gone(int(pid))) for pid in pids)
-        assert eventually(lambda folder=folder: not Path(folder).exists())
+        assert all(eventually(lambda pid=pid: is_gone(int(pid)), 20) for pid in pids)
+        assert eventually(lambda folder=folder: not Path(folder).exists(), 20)
 
 
 FAKE_MPS = """#!/bin/bash

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
 from meshattn.transport.base import TransportError
 from meshattn.transport.watch import Watch
+from waiting import eventually
 
 TIMEOUT = 0.3
 pytestmark = pytest.mark.timeout(30)
@@ -39,22 +39,15 @@ class End:
         self.recycled += 1
 
 
-def _until(true: Callable[[], bool], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return true()
-
-
 def test_what_ends_is_recycled_once() -> None:
     watch, ends = Watch(TIMEOUT), [End(str(n)) for n in range(4)]
     for end in ends:
         watch.add(end)
     ends[0].done = ends[1].done = True
-    assert _until(lambda: ends[1].recycled == 1)
+    assert eventually(lambda: ends[1].recycled == 1, 10)
     assert [end.recycled for end in ends] == [1, 1, 0, 0]
     ends[2].done = ends[3].done = True
-    assert _until(lambda: ends[3].recycled == 1)
+    assert eventually(lambda: ends[3].recycled == 1, 10)
     assert [end.recycled for end in ends] == [1] * 4 and not any(end.freed for end in ends)
     watch.check()
     watch.stop()
@@ -65,9 +58,9 @@ def test_a_stalled_exchange_is_named_and_all_are_let_go() -> None:
     begin = time.monotonic()
     watch.add(first)
     watch.add(second)
-    assert _until(lambda: watch.failure is not None)
+    assert eventually(lambda: watch.failure is not None, 10)
     assert TIMEOUT <= time.monotonic() - begin < 4 * TIMEOUT
-    assert _until(lambda: first.freed == second.freed == 1)
+    assert eventually(lambda: first.freed == second.freed == 1, 10)
     for _ in range(2):
         with pytest.raises(TransportError, match=r"^first: nothing within 0.3 s$"):
             watch.check()
@@ -79,7 +72,7 @@ def test_what_comes_after_the_failure_is_let_go_too() -> None:
     watch.fail("a peer said so")
     watch.fail("something else")
     watch.add(late)
-    assert _until(lambda: late.freed == 1)
+    assert eventually(lambda: late.freed == 1, 10)
     with pytest.raises(TransportError, match=r"^a peer said so$"):
         watch.check()
     watch.stop()
@@ -94,7 +87,7 @@ def test_time_counts_from_when_the_exchange_could_begin() -> None:
     end.begun = True
     time.sleep(TIMEOUT / 2)
     watch.check()
-    assert _until(lambda: watch.failure is not None)
+    assert eventually(lambda: watch.failure is not None, 10)
     watch.stop()
 
 
@@ -115,7 +108,7 @@ def test_many_are_looked_through_quickly() -> None:
         end.done = True
     for end in ends:
         watch.add(end)
-    assert _until(lambda: ends[989].recycled == 1)
+    assert eventually(lambda: ends[989].recycled == 1, 10)
     assert sum(end.looks for end in ends[:900]) < 700
     assert [end.recycled for end in ends] == [1] * 990 + [0] * 10
     watch.stop()
@@ -126,7 +119,7 @@ def test_what_cannot_be_let_go_ends_otherwise() -> None:
     watch, end = Watch(TIMEOUT, give_up=given_up.append, patience=0.2), End("end")
     end.stuck = True
     watch.add(end)
-    assert _until(lambda: bool(given_up))
+    assert eventually(lambda: bool(given_up), 10)
     assert given_up[0] == "end: nothing within 0.3 s" and end.freed > 1
     watch.stop()
 
@@ -137,7 +130,7 @@ def test_the_thread_is_prepared_and_ends() -> None:
     assert not entered
     end = End("end")
     watch.add(end)
-    assert _until(lambda: bool(entered))
+    assert eventually(lambda: bool(entered), 10)
     watch.stop()
     assert watch._thread is not None and not watch._thread.is_alive()
     assert entered == [watch._thread.name]
@@ -153,7 +146,7 @@ def test_a_watch_that_fails_itself_says_so() -> None:
         end = End("end")
         end.is_done = broken  # type: ignore[method-assign]
         watch.add(end)
-        assert _until(lambda: watch.failure is not None)
+        assert eventually(lambda: watch.failure is not None, 10)
     finally:
         threading.excepthook = hook
     with pytest.raises(TransportError, match="the watch over the exchanges has failed: no device"):
