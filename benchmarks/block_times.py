@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 
-from attention_cases import ADDING, BACKWARD, FORWARD, MERGING, Case
-from contenders import Ours, make_inputs, our_kernel
 from harness import Machine, Timing
-from timing import Clock, CudaClock, Run, host_us
+from one_rank.attention_cases import ADDING, BACKWARD, FORWARD, MERGING, Case
+from one_rank.contenders import Ours, make_inputs, our_kernel
+from one_rank.timing import Clock, CudaClock, Run, host_us
 
 PASSES = {"forward": FORWARD, "merging": MERGING, "backward": BACKWARD, "adding": ADDING}
 ROWS = tuple(2**n for n in range(7, 19))

@@ -20,14 +20,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from across_ranks.rank_check import check, oracle
+from across_ranks.rank_contenders import (
+    Captured,
+    Case,
+    Contender,
+    Ours,
+    TorchContextParallel,
+    alone,
+    ours_by_transport,
+)
+from across_ranks.rank_cuts import DIRECTIONS, chosen_cuts, formula_bytes, formula_memory
+from across_ranks.rank_report import Result, table_of, write_report
+from across_ranks.rank_start import join, start_ranks
+from across_ranks.rank_turns import in_turns
 from harness import REPORTS
 from meshattn.plan.topology import load_topology
-from rank_check import check, oracle
-from rank_contenders import Captured, Case, Contender, Ours, TorchContextParallel, alone, ours_by_transport
-from rank_cuts import DIRECTIONS, chosen_cuts, formula_bytes, formula_memory
-from rank_report import Result, table_of, write_report
-from rank_start import join, start_ranks
-from rank_turns import in_turns
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import torch
 
-from attention_cases import (
+from harness import REPORTS, Machine, Record, Run, Timing, write
+from one_rank.attention_cases import (
     ADDING,
     BACKWARD,
     BACKWARD_TOTAL,
@@ -36,13 +37,12 @@ from attention_cases import (
     Comparison,
     Figure,
 )
-from checks import Oracle
-from contenders import Contender, Inputs, Ours, Results, make_inputs, our_kernel
-from harness import REPORTS, Machine, Record, Run, Timing, write
-from kernel_report import load, publish, render
-from launch_cost import launch_records
-from peers import PEERS, make_peer, versions
-from timing import Clock, CudaClock, HostClock, alternate
+from one_rank.checks import Oracle
+from one_rank.contenders import Contender, Inputs, Ours, Results, make_inputs, our_kernel
+from one_rank.kernel_report import load, publish, render
+from one_rank.launch_cost import launch_records
+from one_rank.peers import PEERS, make_peer, versions
+from one_rank.timing import Clock, CudaClock, HostClock, alternate
 
 BENCHMARK = "kernels"
 MATMUL = "matmul"

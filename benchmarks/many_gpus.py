@@ -23,11 +23,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from across_ranks.many_steps import HERE, SOCKETS, TOPOLOGY, Scale, Step, scale_of, steps
 from grounding import Comparison, topologies_of
 from harness import REPORTS, Machine, Record, table, write
-from many_steps import HERE, SOCKETS, TOPOLOGY, Scale, Step, scale_of, steps
 from meshattn.plan.topology import Topology, load_topology
-from undertaker import undertaker
+from virtual.undertaker import undertaker
 from virtual_cluster import find_gpus, interrupt
 
 _SPARE = 15.0  # seconds beyond its limit for a program that keeps it itself, and says more

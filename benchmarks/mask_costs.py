@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from attention_cases import BACKWARD, FORWARD, Case
-from contenders import Ours, make_inputs
 from harness import REPORTS, Machine, Record, table, write
 from meshattn_kernels import ArrayIntervals, BandIntervals, Intervals, get_kernel
 from meshattn_kernels.dropout import Dropout, with_dropout
-from timing import Clock, CudaClock, HostClock, alternate
+from one_rank.attention_cases import BACKWARD, FORWARD, Case
+from one_rank.contenders import Ours, make_inputs
+from one_rank.timing import Clock, CudaClock, HostClock, alternate
 
 BENCHMARK, PLAIN = "mask-costs", "causal"
 SOFTCAP, DROPOUT = 30.0, 0.1

@@ -25,6 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import meshattn as ma
+from across_ranks.million_report import Alone, Outcome, report
+from across_ranks.rank_check import NAMES, check, oracle
+from across_ranks.rank_contenders import Case
+from across_ranks.rank_cuts import DIRECTIONS, cut_of, formula_bytes, formula_memory, name_of
+from across_ranks.rank_start import join, start_ranks
+from across_ranks.sampled_oracle import Samples, errors_of_sums, sample, sampled_errors, sums
 from harness import REPORTS
 from meshattn.layouts import Layout
 from meshattn.masks import MaskRule, block_intervals
@@ -33,12 +39,6 @@ from meshattn.plan.heads import inner_shape
 from meshattn.plan.placement import Cut
 from meshattn_kernels import BandIntervals, accumulator_dtype, choose_kernel, get_kernel
 from meshattn_kernels.contract import ACCUMULATOR_KINDS
-from million_report import Alone, Outcome, report
-from rank_check import NAMES, check, oracle
-from rank_contenders import Case
-from rank_cuts import DIRECTIONS, cut_of, formula_bytes, formula_memory, name_of
-from rank_start import join, start_ranks
-from sampled_oracle import Samples, errors_of_sums, sample, sampled_errors, sums
 
 MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 SHORT_SECONDS = 10.0

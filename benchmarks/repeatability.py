@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention_cases import SCHEDULES, Case
-from contenders import Ours, make_inputs, our_kernel
 from harness import REPORTS, Machine, Record
-from kernel_report import publish
 from meshattn_kernels import ArrayIntervals
+from one_rank.attention_cases import SCHEDULES, Case
+from one_rank.contenders import Ours, make_inputs, our_kernel
+from one_rank.kernel_report import publish
 
 BENCHMARK = "repeatability"
 HEADS = ((8, 8), (8, 2), (8, 1))
@@ -242,7 +242,7 @@ def _beside_a_resident_kernel(options: argparse.Namespace, device: torch.device)
     workers it must wait."""
     if device.type == "cpu":
         return
-    from occupy import occupy
+    from one_rank.occupy import occupy
 
     total = torch.cuda.get_device_properties(device).multi_processor_count
     stream = torch.cuda.Stream()

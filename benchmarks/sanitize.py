@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from attention_cases import Case
-from contenders import Ours, make_inputs, our_kernel
 from harness import REPORTS, Machine, Record
-from kernel_report import publish
+from one_rank.attention_cases import Case
+from one_rank.contenders import Ours, make_inputs, our_kernel
+from one_rank.kernel_report import publish
 
 BENCHMARK = "sanitizer"
 CLEAN = "clean"

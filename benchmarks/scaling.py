@@ -19,7 +19,6 @@ from functools import lru_cache
 from multiprocessing import Pool
 from pathlib import Path
 
-from double_ring import double_ring
 from meshattn.plan.assignment import Tile, tiles
 from meshattn.plan.cost import CallShape
 from meshattn.plan.placement import Cut, MeshAxis
@@ -28,6 +27,7 @@ from meshattn.plan.prediction import Prediction
 from meshattn.plan.script import Exchange, pace_of, pass_script
 from meshattn.plan.timeline import Timeline, run
 from meshattn.plan.topology import Topology, load_topology
+from study.double_ring import double_ring
 
 HEADS, HEAD_DIM = 32, 128
 KV_HEADS = {"MHA": 32, "GQA": 8}

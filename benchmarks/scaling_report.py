@@ -16,7 +16,7 @@ from typing import Any
 from harness import REPORTS, Machine, Record, report_path, table, write
 from meshattn.plan.assignment import Tile
 from scaling import METHODS, NCCL_SHARE, TOKENS, Case, forwards, one_tile
-from scaling_pictures import draw_bytes, draw_strong, draw_two, draw_weak
+from study.scaling_pictures import draw_bytes, draw_strong, draw_two, draw_weak
 
 NAMES = {"usp": "USP", "ulysses": "Ulysses", "mesh": "mesh, tile alone", "mesh+heads": "mesh with head axis"}
 CLUSTERS = {"dgx-h200": "50 GB/s a GPU", "a3-high": "25 GB/s for two GPUs"}

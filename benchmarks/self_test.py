@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 import meshattn as ma
+from across_ranks.rank_check import CHECKED_ERROR, errors, on_short, oracle
+from across_ranks.rank_contenders import Case
+from across_ranks.rank_cuts import name_of
+from across_ranks.rank_start import join
 from harness import REPORTS, Machine, Record, table, write
 from meshattn.plan.planner import cuts
-from rank_check import CHECKED_ERROR, errors, on_short, oracle
-from rank_contenders import Case
-from rank_cuts import name_of
-from rank_start import join
 
 FEW = 4
 HEADS = {"MHA": (8, 8), "GQA": (8, 2)}  # of 32 the oracle on the CPU would take most of the time

@@ -33,10 +33,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from mps import NoMps, multi_process_service
-from netlink import CLONE_NEWUTS, Namespace, call
-from undertaker import undertaker
-from virtual_nodes import Cluster, network
+from virtual.mps import NoMps, multi_process_service
+from virtual.netlink import CLONE_NEWUTS, Namespace, call
+from virtual.undertaker import undertaker
+from virtual.virtual_nodes import Cluster, network
 
 HERE = Path(__file__).resolve().parent
 KERNEL_OF_SHARED_GPUS = "triton"

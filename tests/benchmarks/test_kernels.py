@@ -15,17 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import attention_cases as shapes
-import contenders
-import kernel_report
 import kernels
-import peers
-import timing
-from attention_cases import BACKWARD_TOTAL, FORWARD_TOTAL, PASSES, Case
-from checks import Oracle
 from harness import Machine, Record
 from meshattn_kernels import get_kernel
-from wanted import requirements
+from one_rank import attention_cases as shapes
+from one_rank import contenders, kernel_report, peers, timing
+from one_rank.attention_cases import BACKWARD_TOTAL, FORWARD_TOTAL, PASSES, Case
+from one_rank.checks import Oracle
+from one_rank.wanted import requirements
 
 CPU = torch.device("cpu")
 CASES = [

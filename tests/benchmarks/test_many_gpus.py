@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import many_gpus
-import many_steps
 import options
-import undertaker
+from across_ranks import many_steps
 from meshattn import cli
+from virtual import undertaker
 from waiting import eventually
 
 EIGHT_MINUTES = 480

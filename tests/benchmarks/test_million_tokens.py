@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import sampled_oracle
+import million_tokens
+from across_ranks import sampled_oracle
+from across_ranks.sampled_oracle import errors_of_sums, sample, sampled_errors, sums
 from meshattn import reference
 from million_tokens import digest
-from sampled_oracle import errors_of_sums, sample, sampled_errors, sums
 
-PROGRAM = Path(sampled_oracle.__file__).with_name("million_tokens.py")
+PROGRAM = Path(million_tokens.__file__)
 S, H, H_KV, D = 131, 6, 2, 8
 NAMES = ("out", "dq", "dk", "dv")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from across_ranks.rank_cuts import chosen_cuts, cut_of, name_of
 from meshattn.plan import CallShape, Tile
 from meshattn.plan.placement import Cut
 from meshattn.plan.planner import cuts
-from rank_cuts import chosen_cuts, cut_of, name_of
 
 SHAPE = CallShape(1, 16, 12, 4, 8, 8, 2, 4, 4, True)
 

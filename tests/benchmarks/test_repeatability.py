@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import contenders
 import harness
 import repeatability
 import sanitize
-from attention_cases import Case
 from meshattn_kernels import get_kernel
+from one_rank import contenders
+from one_rank.attention_cases import Case
 
 CASE = Case(16, True, 30, 1, 4, 2)
 

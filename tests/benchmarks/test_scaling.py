@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import scaling
-from double_ring import double_ring
 from meshattn.plan import Tile, total_bytes
 from meshattn.plan.placement import Cut
 from meshattn.plan.script import Exchange, Kernel, pass_script
 from meshattn.plan.timeline import run
 from plan.topology_cases import call, cluster
+from study.double_ring import double_ring
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -14,11 +14,9 @@ from pathlib import Path
 
 import pytest
 
-import mps
-import netlink
-import undertaker
 import virtual_cluster
-from virtual_nodes import SHARED_GPU, Cluster, network
+from virtual import mps, netlink, undertaker
+from virtual.virtual_nodes import SHARED_GPU, Cluster, network
 from waiting import eventually
 
 SCRIPT = Path(virtual_cluster.__file__)

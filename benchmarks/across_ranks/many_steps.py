@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from across_ranks.rank_cuts import name_of
 from meshattn.plan import CallShape, Tile, tiles
 from meshattn.plan.placement import Cut
 from meshattn.plan.planner import choose
 from meshattn.plan.topology import load_topology
-from rank_cuts import name_of
 from virtual_cluster import KERNEL_OF_SHARED_GPUS
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1]  # where the programs are
 TRAIN = HERE.parent / "launch" / "train.py"
 TOPOLOGY, SOCKETS = "topology.json", "nccl.json"  # of "auto" and of "p2p"
 

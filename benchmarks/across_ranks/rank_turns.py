@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from rank_contenders import Contender
+from across_ranks.rank_contenders import Contender
 
 PASSES = ("forward", "backward", "both")
 AHEAD = 8  # pairs of passes that the host can enqueue without waiting for the GPU

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import meshattn as ma
+from across_ranks.rank_contenders import Case, Ours
 from meshattn import reference
-from rank_contenders import Case, Ours
 
 CHECKED_LENGTH = 331
 CHECKED_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from attention_cases import Case
-from contenders import Inputs, Results
+from one_rank.attention_cases import Case
+from one_rank.contenders import Inputs, Results
 
 NORM_LIMIT = 1e-2
 PEAK_LIMIT = 3e-2

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshattn as ma
+from across_ranks.rank_cuts import name_of
 from meshattn.packing import Packed, Packing, packed_bytes
 from meshattn.plan import CallShape
 from meshattn.plan.placement import Cut
 from meshattn.transport.base import Handle, Message, Transport
-from rank_cuts import name_of
 
 Grads = tuple[Tensor, ...]
 

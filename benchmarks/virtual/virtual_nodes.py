@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Interface
 
-from netlink import Namespace
+from virtual.netlink import Namespace
 
 LINK = "eth0"  # of a node, as it sees it
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"

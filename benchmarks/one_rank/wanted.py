@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from attention_cases import (
+from one_rank.attention_cases import (
     ADDING,
     BACKWARD,
     BACKWARD_TOTAL,

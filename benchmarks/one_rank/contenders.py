@@ -10,15 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from attention_cases import (
-    ADDING,
-    BACKWARD,
-    BACKWARD_TOTAL,
-    FORWARD,
-    FORWARD_TOTAL,
-    MERGING,
-    Case,
-)
 from meshattn_kernels import (
     UNBOUNDED,
     AccumulatorKind,
@@ -29,6 +20,15 @@ from meshattn_kernels import (
     get_kernel,
 )
 from meshattn_kernels.delta import row_delta
+from one_rank.attention_cases import (
+    ADDING,
+    BACKWARD,
+    BACKWARD_TOTAL,
+    FORWARD,
+    FORWARD_TOTAL,
+    MERGING,
+    Case,
+)
 
 
 class Inputs(NamedTuple):

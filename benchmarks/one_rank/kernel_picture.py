@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from attention_cases import BACKWARD_TOTAL, FORWARD_TOTAL, HIDDEN, TOKENS, Case
+from one_rank.attention_cases import BACKWARD_TOTAL, FORWARD_TOTAL, HIDDEN, TOKENS, Case
 
 Rates = Mapping[str, Mapping[Case, Mapping[str, float]]]
 """TF/s by pass, case and kernel."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from attention_cases import Case
-from contenders import Contender, Ours, make_inputs, our_kernel
 from harness import Record
-from peers import make_peer
-from timing import host_us
+from one_rank.attention_cases import Case
+from one_rank.contenders import Contender, Ours, make_inputs, our_kernel
+from one_rank.peers import make_peer
+from one_rank.timing import host_us
 
 WANTED_US = 40.0
 KERNELS = ("hopper", "triton", "triton-dash")

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from across_ranks.rank_contenders import Case
+from across_ranks.rank_cuts import DIRECTIONS
+from across_ranks.rank_turns import PASSES, Turn, beyond, column
 from harness import Machine, Record, Timing, table, write
-from rank_contenders import Case
-from rank_cuts import DIRECTIONS
-from rank_turns import PASSES, Turn, beyond, column
 
 INTRO = (
     "All contenders take turns in which forward and backward passes follow each other, as in training; a "

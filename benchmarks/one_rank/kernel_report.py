@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from attention_cases import ADDING, BACKWARD, FORWARD, MERGING, PASSES, Case
 from harness import Machine, Record, Run, report_path, table, write
-from kernel_picture import draw
-from wanted import Requirement, requirements
+from one_rank.attention_cases import ADDING, BACKWARD, FORWARD, MERGING, PASSES, Case
+from one_rank.kernel_picture import draw
+from one_rank.wanted import Requirement, requirements
 
 RATE = " TF/s"
 HOST = " host us"

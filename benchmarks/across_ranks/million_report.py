@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from across_ranks.rank_contenders import Case
+from across_ranks.sampled_oracle import Samples
 from harness import Machine, Record, table, write
 from meshattn.plan.schedule import Direction
-from rank_contenders import Case
-from sampled_oracle import Samples
 
 INTRO = (
     "Every cut ran once, behind a pass through a window of the same length and a second of matrix products. "

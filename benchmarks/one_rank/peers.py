@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention_cases import BACKWARD_TOTAL, FORWARD_TOTAL, Case
-from contenders import Contender, Inputs, Results
+from one_rank.attention_cases import BACKWARD_TOTAL, FORWARD_TOTAL, Case
+from one_rank.contenders import Contender, Inputs, Results
 
 PEERS = ("fa4", "fa4-deterministic", "cudnn", "fa2", "fa2-deterministic", "flex")
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
