@@ -210,9 +210,6 @@ def all_variants() -> Iterator[Variant]:
             yield forward(head_dim, mask, first=first, dtype=dtype)
         yield forward(head_dim, mask, first=True, finished=True, dtype=dtype)
         for first_dq, first_dkv, grouped, parts in itertools.product(both, both, both, both):
-            first = first_dq, first_dkv
-            if (mask, grouped) != bind.mask_and_grouped(mask, grouped, head_tile(head_dim), first):
-                continue  # never used
             if first_dq and first_dkv:
                 yield backward(head_dim, mask, grouped=grouped, parts=parts, finished=True, dtype=dtype)
             yield backward(

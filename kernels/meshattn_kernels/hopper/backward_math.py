@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# ruff: noqa: SIM102 - conditions on constants stand alone
+
 """Math partitions of the backward: five matrix products a step (formulas in backward.py).
 
 Each of two partitions of 4 warps has half of the keys of a tile, and half of dq of every step. They meet once
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from meshattn_kernels.hopper.masks import ARRAY, FULL, key_bounds
+from meshattn_kernels.hopper.masks import ARRAY, BAND, FULL, key_bounds
 from meshattn_kernels.hopper.ordered_add import dq_shared_layout, segment_of
 from meshattn_kernels.hopper.shim import LOG2E, reinterpret
 
@@ -36,27 +36,52 @@ def accumulator_layout(columns):
 
 
 @gluon.jit
-def product_from_rows(operand, tile, init):
-    """Asynchronous init[m] + sum_d operand[n, d] * tile[m, d]  ->  fp32 [64, tile rows]."""
-    start = gl.expand_dims(init, 0).broadcast_to([operand.shape[0], tile.shape[0]])
+def from_rows(init):
+    """An accumulator fp32 [64, query rows] of rows that all start alike."""
+    return gl.expand_dims(init, 0).broadcast_to([KEYS, init.shape[0]])
+
+
+@gluon.jit
+def issue_product(operand, tile, start):
+    """Asynchronous start + sum_d operand[n, d] * tile[m, d]  ->  fp32 [64, tile rows]."""
     return warpgroup_mma(operand, tile.permute((1, 0)), start, is_async=True)
+
+
+@gluon.jit
+def masked(
+    tile, hidden: gl.constexpr, first_row, first_key, rows, common_first, common_end, MASK: gl.constexpr
+):
+    """fp32 [64, query rows], ``hidden`` where the row does not see the key."""
+    Q_ROWS: gl.constexpr = tile.shape[1]
+    LAYOUT: gl.constexpr = accumulator_layout(Q_ROWS)
+    if (first_row < common_first) | (first_row + Q_ROWS > common_end):
+        row = first_row + gl.arange(0, Q_ROWS, layout=gl.SliceLayout(0, LAYOUT))
+        key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
+        first, end = key_bounds(rows, key, MASK)
+        visible = (row[None, :] >= first[:, None]) & (row[None, :] < end[:, None])
+        tile = gl.where(visible, tile, hidden)
+    return tile
+
+
+@gluon.jit
+def scores_start(init, first_row, first_key, rows, common_first, common_end, MASK: gl.constexpr):
+    """What the scores of a tile start at. A band is masked here, where no product waits for it: -inf plus a
+    product gives p = 0. Arrays are masked later, for their bounds would be waited for. With 64 query rows a
+    band is faster masked later too."""
+    start = from_rows(init)
+    if MASK == BAND:
+        start = masked(start, float("-inf"), first_row, first_key, rows, common_first, common_end, MASK)
+    return start
 
 
 @gluon.jit
 def probabilities(
     scores, first_row, first_key, rows, common_first, common_end, exp2_scale, MASK: gl.constexpr
 ):
-    """exp2(scores * exp2_scale), 0 where the row does not see the key; fp32 [64, query rows]."""
-    Q_ROWS: gl.constexpr = scores.shape[1]
-    LAYOUT: gl.constexpr = accumulator_layout(Q_ROWS)
+    """exp2(scores * exp2_scale), 0 where the row does not see the key of a MASK; fp32 [64, query rows]."""
     probs = gl.exp2(scores * exp2_scale)
-    if MASK != FULL:
-        if (first_row < common_first) | (first_row + Q_ROWS > common_end):
-            row = first_row + gl.arange(0, Q_ROWS, layout=gl.SliceLayout(0, LAYOUT))
-            key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
-            first, end = key_bounds(rows, key, MASK)
-            visible = (row[None, :] >= first[:, None]) & (row[None, :] < end[:, None])
-            probs = gl.where(visible, probs, 0.0)  # also where the score of a hidden key overflowed
+    if MASK != FULL:  # also where the score of a hidden key overflowed
+        probs = masked(probs, 0.0, first_row, first_key, rows, common_first, common_end, MASK)
     return probs
 
 
@@ -75,21 +100,21 @@ def step_whole(
     k = memory.k.slice(INDEX * KEYS, KEYS, 0)
     v = memory.v.slice(INDEX * KEYS, KEYS, 0)
     own_ds = memory.ds.index(stage).slice(INDEX * KEYS, KEYS, 0)
-    score_init = memory.score_init.index(stage).load(ROW)  # both rows before the first product
+    start = from_rows(memory.score_init.index(stage).load(ROW))  # both rows before the first product
     if MASK != ARRAY:
         dprob_init = memory.dprob_init.index(stage).load(ROW)
-        scores = product_from_rows(k, q, score_init)
-        dprobs = product_from_rows(v, do, dprob_init)
+        scores = issue_product(k, q, start)
+        dprobs = issue_product(v, do, from_rows(dprob_init))
         scores = warpgroup_mma_wait(1, deps=[scores])
     else:  # the mask needs the registers of the second product
-        scores = warpgroup_mma_wait(0, deps=[product_from_rows(k, q, score_init)])
+        scores = warpgroup_mma_wait(0, deps=[issue_product(k, q, start)])
     probs = probabilities(scores, first_row, first_key, rows, common_first, common_end, exp2_scale, MASK)
     # No data movement: the registers of a product are those of an operand.
     probs_operand = gl.convert_layout(
         probs.to(memory.v.dtype), gl.DotOperandLayout(0, accumulator_layout(DV_TILE), 2)
     )
     if MASK == ARRAY:
-        dprobs = product_from_rows(v, do, memory.dprob_init.index(stage).load(ROW))
+        dprobs = issue_product(v, do, from_rows(memory.dprob_init.index(stage).load(ROW)))
     dprobs = warpgroup_mma_wait(0, deps=[dprobs])
     dv = warpgroup_mma(probs_operand, do, dv, is_async=True)
     ds = (probs * dprobs).to(memory.k.dtype)
@@ -102,11 +127,11 @@ def step_whole(
 
 @gluon.jit
 def step_halves(
-    INDEX: gl.constexpr, memory, stage, parity, dk, dv, first_row, first_key, rows, common_first, common_end,
-    exp2_scale, MASK: gl.constexpr,
+    INDEX: gl.constexpr, memory, v, stage, parity, dk, dv, first_row, first_key, rows, common_first,
+    common_end, exp2_scale, MASK: gl.constexpr,
 ):  # fmt: skip
     """As step_whole, with the query tile in two halves: the second half's products overlap the first's
-    exp2."""
+    exp2. v: this half of V, in shared memory or in registers."""
     Q_TILE: gl.constexpr = memory.q.shape[1]
     D_TILE: gl.constexpr = memory.q.shape[2]
     DV_TILE: gl.constexpr = memory.do.shape[2]
@@ -119,42 +144,48 @@ def step_halves(
     do0 = memory.do.index(stage).slice(0, HALF, 0)
     do1 = memory.do.index(stage).slice(HALF, HALF, 0)
     k = memory.k.slice(INDEX * KEYS, KEYS, 0)
-    v = memory.v.slice(INDEX * KEYS, KEYS, 0)
     own_ds = memory.ds.index(stage).slice(INDEX * KEYS, KEYS, 0)
-    # Products that are issued behind those of one half: none where the mask needs their registers.
-    BEHIND: gl.constexpr = 0 if MASK == ARRAY else 2
-    # All rows before the first product.
-    score_init0 = memory.score_init.index(stage).slice(0, HALF, 0).load(ROW)
+    LATE_MASK: gl.constexpr = ARRAY if MASK == ARRAY else FULL
+    # Products behind those of the first half, and of the second: a mask of arrays needs their registers.
+    BEHIND_0: gl.constexpr = 0 if MASK == ARRAY else 1
+    BEHIND_1: gl.constexpr = 0 if MASK == ARRAY else 2
+    start0 = memory.score_init.index(stage).slice(0, HALF, 0).load(ROW)
     dprob_init0 = memory.dprob_init.index(stage).slice(0, HALF, 0).load(ROW)
+    start0 = scores_start(start0, first_row, first_key, rows, common_first, common_end, MASK)
+    if MASK != ARRAY:  # before the first product
+        start1 = memory.score_init.index(stage).slice(HALF, HALF, 0).load(ROW)
+        start1 = scores_start(start1, first_row + HALF, first_key, rows, common_first, common_end, MASK)
+    scores0 = issue_product(k, q0, start0)
+    dprobs0 = issue_product(v, do0, from_rows(dprob_init0))
     if MASK != ARRAY:
-        score_init1 = memory.score_init.index(stage).slice(HALF, HALF, 0).load(ROW)
-        dprob_init1 = memory.dprob_init.index(stage).slice(HALF, HALF, 0).load(ROW)
-    scores0 = product_from_rows(k, q0, score_init0)
-    dprobs0 = product_from_rows(v, do0, dprob_init0)
-    if MASK != ARRAY:
-        scores1 = product_from_rows(k, q1, score_init1)
-        dprobs1 = product_from_rows(v, do1, dprob_init1)
+        scores1 = issue_product(k, q1, start1)
 
-    scores0 = warpgroup_mma_wait(1 + BEHIND, deps=[scores0])
-    probs = probabilities(scores0, first_row, first_key, rows, common_first, common_end, exp2_scale, MASK)
+    scores0 = warpgroup_mma_wait(1 + BEHIND_0, deps=[scores0])
+    probs = probabilities(
+        scores0, first_row, first_key, rows, common_first, common_end, exp2_scale, LATE_MASK
+    )
     probs_operand = gl.convert_layout(probs.to(memory.v.dtype), P_OPERAND)
-    dprobs0 = warpgroup_mma_wait(BEHIND, deps=[dprobs0])
+    dprobs0 = warpgroup_mma_wait(BEHIND_0, deps=[dprobs0])
     ds = (probs * dprobs0).to(memory.k.dtype)
     own_ds.slice(0, HALF, 1).store(ds)
+    if MASK != ARRAY:  # only now, so that three accumulators are live at a time and not four
+        dprobs1 = issue_product(
+            v, do1, from_rows(memory.dprob_init.index(stage).slice(HALF, HALF, 0).load(ROW))
+        )
     dv = warpgroup_mma(probs_operand, do0, dv, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, DS_OPERAND), q0, dk, is_async=True)
 
     if MASK == ARRAY:
-        score_init1 = memory.score_init.index(stage).slice(HALF, HALF, 0).load(ROW)
+        start1 = from_rows(memory.score_init.index(stage).slice(HALF, HALF, 0).load(ROW))
         dprob_init1 = memory.dprob_init.index(stage).slice(HALF, HALF, 0).load(ROW)
-        scores1 = product_from_rows(k, q1, score_init1)
-        dprobs1 = product_from_rows(v, do1, dprob_init1)
-    scores1 = warpgroup_mma_wait(1 + BEHIND, deps=[scores1])
+        scores1 = issue_product(k, q1, start1)
+        dprobs1 = issue_product(v, do1, from_rows(dprob_init1))
+    scores1 = warpgroup_mma_wait(1 + BEHIND_1, deps=[scores1])
     probs = probabilities(
-        scores1, first_row + HALF, first_key, rows, common_first, common_end, exp2_scale, MASK
+        scores1, first_row + HALF, first_key, rows, common_first, common_end, exp2_scale, LATE_MASK
     )
     probs_operand = gl.convert_layout(probs.to(memory.v.dtype), P_OPERAND)
-    dprobs1 = warpgroup_mma_wait(BEHIND, deps=[dprobs1])
+    dprobs1 = warpgroup_mma_wait(BEHIND_1, deps=[dprobs1])
     ds = (probs * dprobs1).to(memory.k.dtype)
     own_ds.slice(HALF, HALF, 1).store(ds)
     fence_async_shared()
@@ -265,12 +296,16 @@ def math_partition(
     DV_TILE: gl.constexpr = memory.do.shape[2]
     KV_TILE: gl.constexpr = memory.k.shape[0]
     DQ_SHARED: gl.constexpr = dq_shared_layout(segment_of(HEAD_DIM))
+    V_IN_REGISTERS: gl.constexpr = Q_HALVES == 2 and MASK == FULL  # a mask leaves too few
     exp2_scale = scale * LOG2E
     worker = gl.program_id(0)
     step = 0
     tile_number = 0
     dk = gl.zeros((KEYS, D_TILE), gl.float32, accumulator_layout(D_TILE))
     dv = gl.zeros((KEYS, DV_TILE), gl.float32, accumulator_layout(DV_TILE))
+    v = memory.v.slice(INDEX * KEYS, KEYS, 0)
+    if V_IN_REGISTERS:
+        v = gl.zeros((KEYS, DV_TILE), memory.v.dtype, gl.DotOperandLayout(0, accumulator_layout(64), 2))
     for task in range(gl.load(worker_start + worker), gl.load(worker_start + worker + 1)):
         first_step = gl.load(tasks + task * 8 + 3)
         num_steps = gl.load(tasks + task * 8 + 4)
@@ -278,24 +313,28 @@ def math_partition(
             mbarrier.wait(memory.kv_full, tile_number & 1)
             dk = gl.zeros((KEYS, D_TILE), gl.float32, accumulator_layout(D_TILE))
             dv = gl.zeros((KEYS, DV_TILE), gl.float32, accumulator_layout(DV_TILE))
+            if V_IN_REGISTERS:
+                v = memory.v.slice(INDEX * KEYS, KEYS, 0).load(v.type.layout)
         first_key = 0
         common_first = 0
         common_end = 0
+        entry = 0
         if MASK != FULL:  # the rows from common_first to common_end see all of these keys
             first_key = gl.load(tasks + task * 8 + 2) * KV_TILE + INDEX * KEYS
             common_first, _ = key_bounds(rows, first_key + (KEYS - 1), MASK)
             _, common_end = key_bounds(rows, first_key, MASK)
+            if Q_HALVES == 2:
+                entry = gl.load(steps + first_step)
         for t in range(num_steps):
-            # The same twice: which form makes ptxas spill less depends on the variant.
-            if Q_HALVES == 2 and MASK != FULL:
-                stage = step % STAGES
-                parity = (step // STAGES) & 1
-            else:
-                stage = step & (STAGES - 1)
-                parity = (step >> 1) & 1
+            stage = step & (STAGES - 1)  # with % ptxas spills more
+            parity = (step >> 1) & 1
             first_row = 0
             if MASK != FULL:  # only the mask needs to know where the tiles lie
-                first_row = (gl.load(steps + first_step + t) & 0xFFFF) * Q_TILE
+                if Q_HALVES == 2:  # needed before the first product: read a step ahead, the table is padded
+                    first_row = (entry & 0xFFFF) * Q_TILE
+                    entry = gl.load(steps + first_step + t + 1)
+                else:
+                    first_row = (gl.load(steps + first_step + t) & 0xFFFF) * Q_TILE
             mbarrier.wait(memory.q_full.index(stage), parity)
             if Q_HALVES == 1:
                 dq, dv, dk = step_whole(
@@ -304,16 +343,15 @@ def math_partition(
                 )  # fmt: skip
             else:
                 dq, dv, dk = step_halves(
-                    INDEX, memory, stage, parity, dk, dv, first_row, first_key, rows, common_first,
+                    INDEX, memory, v, stage, parity, dk, dv, first_row, first_key, rows, common_first,
                     common_end, exp2_scale, MASK,
                 )  # fmt: skip
-            if Q_TILE != 64:
                 mbarrier.arrive(memory.q_empty.index(stage), count=1)
             mbarrier.wait(memory.dq_empty, (step & 1) ^ 1)
             reinterpret(memory.dq.index(INDEX), [64, 64], DQ_SHARED).store(dq)
             fence_async_shared()
             mbarrier.arrive(memory.dq_full, count=1)
-            if Q_TILE == 64:
+            if Q_HALVES == 1:
                 dk = warpgroup_mma_wait(0, deps=[dk])
                 mbarrier.arrive(memory.q_empty.index(stage), count=1)
             step += 1

@@ -15,9 +15,7 @@ from meshattn_kernels.hopper.forward import forward_kernel
 from meshattn_kernels.hopper.launch import Kernel, descriptor, tiles_of
 from meshattn_kernels.hopper.ordered_add import segment_of
 from meshattn_kernels.hopper.plans import (
-    BAND,
     CONSUMER_ROWS,
-    FULL,
     KV_TILE,
     BackwardPlan,
     Call,
@@ -87,16 +85,6 @@ def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return max(head_tile(head_dim), dv_tile), dv_tile
 
 
-def mask_and_grouped(kind: int, grouped: bool, tile: int, first: tuple[bool, bool]) -> tuple[int, bool]:
-    """Kind of mask and GROUPED of the variant that serves a plan; ``first`` of dq and of dk, dv. With head
-    tile 64 two variants spill more than a more general one costs: a group without a mask, and a band without
-    a group where all is added to."""
-    if tile == 64:
-        kind = BAND if kind == FULL and grouped else kind
-        grouped = grouped or (kind == BAND and not any(first))
-    return kind, grouped
-
-
 def bind_backward(
     plan: BackwardPlan,
     inputs: tuple[Tensor, ...],
@@ -126,7 +114,6 @@ def bind_backward(
     segment = segment_of(call.head_dim)
     dq_shape = (table.heads, call.rows_q, call.head_dim // segment, segment)
     dq_strides = (call.rows_q * call.head_dim, call.head_dim, segment, 1)
-    kind, grouped = mask_and_grouped(mask.kind, plan.grouped, call.head_tile, first)
     main = _backward.bind(
         call.device,
         table.workers,
@@ -144,8 +131,8 @@ def bind_backward(
         {
             "Q_TILE": q_tile, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
             "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "STAGES": STAGES,
-            "Q_HALVES": q_tile // 64, "MASK": kind, "FIRST_DQ": first[0], "FIRST_DKV": first[1],
-            "GROUPED": grouped, "PARTS": plan.parts, "ORDERED": ordered,
+            "Q_HALVES": q_tile // 64, "MASK": mask.kind, "FIRST_DQ": first[0], "FIRST_DKV": first[1],
+            "GROUPED": plan.grouped, "PARTS": plan.parts, "ORDERED": ordered,
         },
         q.dtype,
         dk.dtype,
