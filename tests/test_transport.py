@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -263,6 +264,13 @@ def test_a_backend_that_can_starts_both_halves_as_one(monkeypatch: pytest.Monkey
     assert calls == ["start", ("send", 8, 7), ("recv", 3, 6), "end", "wait"]
     transport.start(_message(1, 3), None, None).wait()
     assert len(calls) == 5
+    # What NCCL may write to lives until it is waited for, also if a pass breaks off before that.
+    waited, never = _filled(1), _filled(2)
+    alive = [weakref.ref(waited), weakref.ref(never)]
+    transport.start(_message(1, 3), None, waited).wait()
+    transport.start(_message(1, 3), None, never)
+    del waited, never
+    assert [buffer() is not None for buffer in alive] == [False, True]
 
 
 def test_a_close_that_graphs_hold_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

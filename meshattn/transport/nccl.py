@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils import dlpack
 
 from meshattn.transport.cuda_driver import enter_watching_thread
 from meshattn.transport.watch import Watch
@@ -73,6 +75,21 @@ class NcclGroup:
     def close(self) -> None:
         """No more exchanges."""
         self._watch.stop()
+
+
+def unrecorded(buffer: Tensor) -> Tensor:
+    """The same memory as a tensor that PyTorch's allocator does not know.
+
+    Of whatever is sent or received, PyTorch tells the allocator that NCCL's stream uses it. Memory that is
+    freed then waits until the GPU has come that far before it is used again, and a host that runs ahead takes
+    new memory for every pass. Who keeps the buffers until the current stream waits for the exchange needs
+    none of that: whatever gets their memory next comes behind it on that stream.
+    """
+    if torch.cuda.get_allocator_backend() != "native":  # others do not pass over what they do not know
+        return buffer
+    plain: Any = dlpack
+    same: Tensor = plain.from_dlpack(plain.to_dlpack(buffer))
+    return same
 
 
 def _recorded_event() -> torch.cuda.Event:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshattn.packing import packed_bytes
 from meshattn.transport.base import Exchange, Message, Transport, TransportError
-from meshattn.transport.nccl import NcclGroup
+from meshattn.transport.nccl import NcclGroup, unrecorded
 from meshattn.transport.patience import within
 
 # gloo matches by tag; a running number keeps a rank that skipped an exchange from pairing with a later one
@@ -38,12 +38,15 @@ class _P2PHandle:
         works: Sequence[dist.Work],
         buffers: Sequence[Tensor],
         where: Callable[[], str],
+        under_way: set[_P2PHandle],
         behind: Callable[[], None] = lambda: None,
     ) -> None:
         self._works = works
         self._buffers = buffers  # kept alive until all is done
         self._where = where
         self._behind = behind  # called when the current stream waits for all of it
+        self._under_way = under_way  # keeps it, and so its buffers, also if a pass breaks off
+        under_way.add(self)
 
     def wait(self) -> None:
         for work in self._works:
@@ -51,6 +54,7 @@ class _P2PHandle:
                 work.wait()
             except RuntimeError as error:
                 raise _failed(self._where(), str(error)) from error
+        self._under_way.discard(self)
         self._behind()
 
     def release(self) -> None:
@@ -89,6 +93,7 @@ class P2PTransport(Transport):
         self._exchanges = 0
         self._timeout = timeout
         self._nccl: NcclGroup | None = None
+        self._under_way: set[_P2PHandle] = set()
 
     def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> _P2PHandle:
         return self._exchange_together([(message, send, recv)])
@@ -104,8 +109,8 @@ class P2PTransport(Transport):
         except RuntimeError as error:
             raise _failed(where(), str(error)) from error
         if nccl is None or begun is None or not works:
-            return _P2PHandle(works, buffers, where)
-        return _P2PHandle(works, buffers, where, partial(nccl.follow, where, begun))
+            return _P2PHandle(works, buffers, where, self._under_way)
+        return _P2PHandle(works, buffers, where, self._under_way, partial(nccl.follow, where, begun))
 
     def _halves(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> list[_Half]:
         tag = self._exchanges % _TAGS
@@ -122,10 +127,10 @@ class P2PTransport(Transport):
         backend: Any = self.group._get_backend(halves[0].buffer.device)
         if backend.supports_coalescing:
             backend._start_coalescing()
-        works = [
-            (backend.send if half.sends else backend.recv)([half.buffer], half.peer, half.tag)
-            for half in halves
-        ]
+        works = []
+        for half in halves:
+            buffer = unrecorded(half.buffer) if half.buffer.is_cuda else half.buffer
+            works.append((backend.send if half.sends else backend.recv)([buffer], half.peer, half.tag))
         return [backend._end_coalescing()] if backend.supports_coalescing else works
 
     def _told(self, messages: Sequence[Message]) -> str:
