@@ -125,7 +125,8 @@ def parse(arguments: Sequence[str] | None = None, *, speaks: bool = True) -> Opt
     add("--dtype", choices=tuple(DTYPES), default="float32", help="bfloat16 is autocast over float32 weights")
     add(
         "--kernel",
-        help="local attention kernel; by default the fastest that serves device, type and head size",
+        help="local attention kernel; by default the fastest that serves device, type and head size and "
+        "repeats its bits, which sdpa, cudnn and fa4 do not",
     )
     add("--seed", type=int, default=0, help="of the weights and of the batches")
     add(

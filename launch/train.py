@@ -98,6 +98,7 @@ class Trainer:
             seq = self.mesh.sequence(options.seq_len, layout=options.layout, cu_seqlens=borders)
         ids = batch(self.corpus, **draw, batch_size=options.batch_size, borders=borders)
         scores = {"softcap": options.softcap, "dropout_p": options.dropout, "kernel": self.kernel}
+        scores["deterministic"] = options.kernel is None  # who names a kernel takes it as it is
         attention = make_attention(options.attention, seq, options.window, **scores)
         result = compute_gradients(self.model, ids.to(self.device), seq, attention, options.autocast)
         # All ranks have the same gradients: all clip alike, and weights stay equal without being sent.
@@ -184,7 +185,12 @@ def run(options: Options, place: Place) -> None:
         progress = Progress(options.steps, speaks=place.leads)
         stack.callback(progress.close)
         for step in range(options.steps):
-            record = trainer.step(step)
+            try:
+                record = trainer.step(step)
+            except ValueError as error:
+                if step == 0:  # a mask that the kernel does not take, which attention refuses on all ranks
+                    agree(str(error), "")
+                raise
             if log is not None:
                 print(json.dumps(asdict(record)), file=log, flush=True)
             progress.show(record)

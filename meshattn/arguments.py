@@ -100,15 +100,8 @@ def check_options(options: Options) -> None:
         instead = _INSTEAD.get(name, "see help(meshattn.mesh_attention) for those that there are")
         raise NotImplementedError(f"{name} is no option of this attention: {instead}")
     checked_window(options.window_size)
-    cap = options.softcap
-    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 <= cap <= sys.float_info.max:
-        raise ValueError(f"softcap is {cap!r}: it must be a finite number, positive or 0.0 for none")
-    least, most = _SOFTCAPS
-    if cap and not least <= cap <= most:
-        raise ValueError(f"softcap is {cap}: give one from {least:g} to {most:g}, or 0.0 for none")
-    p = options.dropout_p
-    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
-        raise ValueError(f"dropout_p is {p!r}: it must be a probability, from 0.0 for none and below 1.0")
+    check_softcap(options.softcap)
+    check_dropout(options.dropout_p)
     for name in ("causal", "deterministic", "return_lse"):
         if not isinstance(value := getattr(options, name), bool):
             raise ValueError(f"{name} is {value!r}: it must be True or False")
@@ -119,6 +112,19 @@ def check_options(options: Options) -> None:
         )
     if scale is not None and not 0 < scale <= sys.float_info.max:
         raise ValueError(f"softmax_scale is {scale}: it must be positive and finite, or None for D ** -0.5")
+
+
+def check_softcap(cap: float) -> None:
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 <= cap <= sys.float_info.max:
+        raise ValueError(f"softcap is {cap!r}: it must be a finite number, positive or 0.0 for none")
+    least, most = _SOFTCAPS
+    if cap and not least <= cap <= most:
+        raise ValueError(f"softcap is {cap}: give one from {least:g} to {most:g}, or 0.0 for none")
+
+
+def check_dropout(p: float) -> None:
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
+        raise ValueError(f"dropout_p is {p!r}: it must be a probability, from 0.0 for none and below 1.0")
 
 
 def is_seed(seed: object) -> bool:
@@ -188,6 +194,20 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, q_seq: ShardedSequence, kv_se
         raise ValueError(
             f"q has {heads} heads and k {kv_heads}: the query heads must be a multiple of the key/value heads"
         )
+
+
+def check_kept(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    """What a backward pass keeps must not come from inference mode, where PyTorch follows no changes."""
+    given = {"q": q, "k": k, "v": v} if sinks is None else {"q": q, "k": k, "v": v, "sinks": sinks}
+    wanted = [name for name, tensor in given.items() if tensor.requires_grad]
+    if not wanted or not torch.is_grad_enabled():
+        return
+    for name, tensor in given.items():
+        if tensor.is_inference():
+            raise ValueError(
+                f"{name} was made in torch.inference_mode() and {wanted[0]} requires grad: a backward pass "
+                f"cannot keep {name}; pass {name}.clone()"
+            )
 
 
 def words_of(tensor: object) -> str:

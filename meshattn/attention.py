@@ -11,7 +11,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from meshattn.arguments import Options, check_kernel_name, check_kind
+from meshattn.arguments import Options, check_dropout, check_kernel_name, check_kind, check_softcap
 from meshattn.calls import attend
 from meshattn.sequence import ShardedSequence
 from meshattn_kernels import choose_kernel
@@ -62,10 +62,10 @@ def mesh_attention(
             the parts of all ranks add up to the whole, as for any weight (see `replicated`).
         softcap: c from 1e-30 to 1e30 bounds the scores: c * tanh(score / c), as in flash-attn; 0.0 is off.
             The "hopper" kernel does not have it.
-        dropout_p: probability, from 0 and below 1, with which an attention probability is dropped; others are
-            divided by 1 - dropout_p. Which ones follows from the seed and from batch, head, query and key
-            position in the whole sequence, whatever mesh, tile, layout and kernel. The "hopper" kernel does
-            not have it.
+        dropout_p: probability, from 0 and below 1 and in steps of 2**-32, with which an attention probability
+            is dropped; others are divided by 1 - dropout_p. Which ones follows from the seed and from batch,
+            head, query and key position in the whole sequence, whatever mesh, tile, layout and kernel. The
+            "hopper" kernel does not have it.
         dropout_seed: from 0 to 2**64 - 1, the same on all ranks and another in every call; by default drawn
             from torch's CPU generator, which all ranks must have seeded alike.
         deterministic: True refuses kernels that are not bitwise deterministic.
@@ -162,12 +162,14 @@ def kernel_for(
         kernel: as given to `mesh_attention`.
 
     Raises:
-        ValueError: a type or head size that attention does not take; no kernel serves them, or the named one
-            does not: the message says which would.
+        ValueError: a type, head size, softcap or dropout that attention does not take; no kernel serves
+            them, or the named one does not: the message says which would.
     """
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
     check_kind(dtype, head_dim, head_dim_v)
     check_kernel_name(kernel)
+    check_softcap(softcap)
+    check_dropout(dropout_p)
     changes = {"softcap": softcap > 0, "dropout": dropout_p > 0}
     return choose_kernel(kernel, torch.device(device), dtype, head_dim, head_dim_v, **changes)
 

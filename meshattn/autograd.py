@@ -14,6 +14,7 @@ from meshattn import heads
 from meshattn.arguments import autocast_type
 from meshattn.heads import HeadCall
 from meshattn.mesh import AttentionMesh
+from meshattn.packing import as_written
 from meshattn.transport.base import TransportError
 from meshattn_kernels.rules import WITHOUT_LSE_GRADIENT
 
@@ -57,6 +58,8 @@ class _Attention(torch.autograd.Function):
         seed: int,
         *origins: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        q, k, v = map(as_written, (q, k, v))
+        sinks = None if sinks is None else as_written(sinks)
         work = partial(heads.forward, call, q, k, v, sinks, seed)
         out, lse, kept = _in_engine_room(mesh, call, work)
         ctx.save_for_backward(out, lse, sinks, *origins, *kept)  # type: ignore[arg-type]  # None is allowed
@@ -76,8 +79,8 @@ class _Attention(torch.autograd.Function):
         before = ctx.mesh.agreement.calls - ctx.number
         error = _refused_gradient(ctx.call.inner.kernel.name, dlse)
         ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it"}, error)
-        if do is None:  # only lse is used
-            do = torch.zeros_like(out)
+        do = torch.zeros_like(out) if do is None else as_written(do)  # None: only lse is used
+        dlse = None if dlse is None else as_written(dlse)
         work = partial(heads.backward, ctx.call, kept, out, lse, do, dlse, sinks, ctx.seed)
         with torch.no_grad():
             grads = _in_engine_room(ctx.mesh, ctx.call, work)

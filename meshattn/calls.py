@@ -11,6 +11,7 @@ from meshattn.arguments import (
     Options,
     autocast,
     autocast_type,
+    check_kept,
     check_kernel_name,
     check_keys,
     check_options,
@@ -103,7 +104,9 @@ def _looks(
         return object()
     if not is_seed(dropout_seed):
         return object()
-    tensors = [(type(x), x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in given]
+    tensors = [
+        (type(x), x.shape, x.dtype, x.device, x.layout, x.requires_grad, x.is_inference()) for x in given
+    ]
     modes = torch.is_grad_enabled(), autocast_type(q.device.type), dropout_seed is None
     causal, scale, window, *others = options
     # 1 equals 1.0 and True, but not every option takes all of them; a list has no hash.
@@ -135,6 +138,7 @@ def _make_ready(
         q, k, v = autocast(q, k, v)
         check_tensors(q, k, v, seq, keys)
         check_sinks(sinks, q)
+        check_kept(q, k, v, sinks)
         mesh.connection.check_device(q.device)
         local = _check_kernel(options, q, v, masks)
         chosen = local.name

@@ -87,6 +87,12 @@ class Packing:
         }
 
 
+def as_written(tensor: Tensor) -> Tensor:
+    """The tensor as kernels and transports read it, from its memory: the memory of a view that PyTorch
+    negates, or conjugates, when it reads it holds other numbers."""
+    return tensor.resolve_conj().resolve_neg()
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, flat uint8."""
     return tensor.detach().view(-1).view(torch.uint8)

@@ -10,6 +10,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from meshattn.arguments import words_of
 from meshattn.mesh import AttentionMesh
+from meshattn.packing import as_written
 from meshattn.transport.base import TransportError
 from meshattn_kernels.contract import accumulator_dtype
 
@@ -49,7 +50,7 @@ class _Replicated(torch.autograd.Function):
         mesh: AttentionMesh = ctx.mesh
         mesh.agreement.enter("the gradient of a replicated weight", {"gradient": words_of(gradient)})
         try:
-            parts = mesh.connection.transport.all_gather(gradient.contiguous())
+            parts = mesh.connection.transport.all_gather(as_written(gradient).contiguous())
         except TransportError as failure:
             raise mesh.explain(failure) from failure
         total = torch.zeros_like(gradient, dtype=accumulator_dtype(gradient.dtype))

@@ -19,6 +19,7 @@ from torch import Tensor
 from meshattn.documents import Documents, PackedDocuments, checked_cu_seqlens, checked_integers
 from meshattn.layouts import Layout, LayoutKind
 from meshattn.masks import BlockMasks, MaskRule, chunk_positions
+from meshattn.packing import as_written
 from meshattn.transport.base import TransportError
 from meshattn_kernels.intervals import UNBOUNDED
 
@@ -155,7 +156,7 @@ class ShardedSequence:
             error = failure
         self.mesh.agreement.enter("unshard", stated, error)
         try:
-            parts = self.mesh.connection.transport.all_gather(tensor.contiguous())
+            parts = self.mesh.connection.transport.all_gather(as_written(tensor).contiguous())
         except TransportError as failure:
             raise self.mesh.explain(failure) from failure
         shape = list(tensor.shape)

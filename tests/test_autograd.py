@@ -69,7 +69,14 @@ def _every_second(x: Tensor) -> Tensor:
     return torch.stack([x, torch.full_like(x, torch.nan)], dim=-1).flatten(-2)[..., ::2]
 
 
-@pytest.mark.parametrize("view", [_heads_first, _every_second], ids=["transposed", "strided"])
+def _negated_when_read(x: Tensor) -> Tensor:
+    """Its memory has the other sign, as that of the imaginary part of a conjugate."""
+    return torch._neg_view(-x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "view", [_heads_first, _every_second, _negated_when_read], ids=["transposed", "strided", "negated"]
+)
 @pytest.mark.parametrize("tile", [Tile(1, 3), Tile(3, 1), Tile(2, 2)], ids=str)
 def test_inputs_of_any_strides(tile: Tile, view: Callable[[Tensor], Tensor]) -> None:
     case = Case(tile, CASE.shape)
@@ -78,7 +85,7 @@ def test_inputs_of_any_strides(tile: Tile, view: Callable[[Tensor], Tensor]) -> 
     def on_rank(mesh: AttentionMesh) -> Results:
         (q, k, v), do = _leaves(case, mesh.rank)
         out, lse = _attend(mesh, case, view(q), view(k), view(v), return_lse=True)
-        assert not view(do).is_contiguous()
+        assert not view(do).is_contiguous() or view(do).is_neg()
         return Results(out.detach(), lse, *torch.autograd.grad(out, (q, k, v), view(do)))
 
     assert_same_bits(_on_ranks(case, on_rank), plain)

@@ -171,6 +171,14 @@ def test_as_many_are_dropped_as_asked_for(p: float) -> None:
         assert (mean - (1 - p)).abs().max() < 5 * deviation
 
 
+@pytest.mark.parametrize("p", [1e-300, 0.1, 1 - 1.4 * 2**-32, 1 - 2**-33, 1 - 2**-53])
+def test_the_mean_is_exact_also_where_p_lies_between_two_steps(p: float) -> None:
+    dropout = Dropout(p, SEED)
+    part_kept = (2**32 - dropout.threshold) / 2**32
+    assert dropout.keep_scale * part_kept == pytest.approx(1.0, rel=1e-15)
+    assert part_kept == pytest.approx(max(1 - p, 2**-32), abs=2**-33)
+
+
 @pytest.mark.parametrize("distance", [1, 2, 8, 61, 2**12])
 def test_neighbours_are_independent(distance: int) -> None:
     """Keep masks of neighbouring batches, heads, queries, keys and seeds agree by chance alone, whatever lies

@@ -52,6 +52,11 @@ def _nested() -> Tensor:
     return torch.nested.nested_tensor([torch.ones(ROWS, 4, 8)] * 2)
 
 
+def _of_inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(2, ROWS, 4, 8)
+
+
 CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] = {
     "q-of-3-dims": (
         lambda m: _attend(m, q=_ones(2, ROWS, 8)),
@@ -185,6 +190,16 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         ValueError,
         ("v is a _OfSeveralRanks", "a plain tensor of this rank", "v.to_local()"),
     ),
+    "made-in-inference-mode": (
+        lambda m: _attend(m, _of_inference(), _ones(2, ROWS, 4, 8).requires_grad_()),
+        ValueError,
+        ("q was made in torch.inference_mode() and k requires grad", "pass q.clone()"),
+    ),
+    "sinks-made-in-inference-mode": (
+        lambda m: _attend(m, v=_ones(2, ROWS, 4, 8).requires_grad_(), sinks=_of_inference()[0, 0, :, 0]),
+        ValueError,
+        ("sinks was made in torch.inference_mode() and v requires grad", "pass sinks.clone()"),
+    ),
     "kernel": (lambda m: _attend(m, kernel="fast"), ValueError, ("kernel is 'fast'", "reference")),
     "kernel-of-a-gpu": (
         lambda m: _attend(m, kernel="hopper"),
@@ -225,6 +240,16 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         lambda m: ma.kernel_for("cpu", torch.float32, 8, 12),
         ValueError,
         ("head_dim_v is 12", "multiple of 8"),
+    ),
+    "kernel-for-a-great-softcap": (
+        lambda m: ma.kernel_for("cpu", torch.float32, 8, softcap=1e300),
+        ValueError,
+        ("softcap is 1e+300", "from 1e-30 to 1e+30"),
+    ),
+    "kernel-for-no-probability": (
+        lambda m: ma.kernel_for("cpu", torch.float32, 8, dropout_p=1.5),
+        ValueError,
+        ("dropout_p is 1.5", "below 1.0"),
     ),
     "kernel-for-a-list": (
         lambda m: ma.kernel_for("cpu", torch.float32, 8, kernel=["sdpa"]),  # type: ignore[arg-type]
@@ -442,7 +467,9 @@ def test_wrong_calls(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("name", ["kv-seq-a-list", "nested", "sinks-sparse", "q-of-3-dims"])
+@pytest.mark.parametrize(
+    "name", ["kv-seq-a-list", "nested", "sinks-sparse", "q-of-3-dims", "made-in-inference-mode"]
+)
 def test_a_wrong_call_of_one_rank_is_everybodys_error(name: str) -> None:
     """Nothing that one rank is given may stop it on the way to the others."""
     call, kind, fragments = CALLS[name]

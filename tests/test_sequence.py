@@ -79,6 +79,8 @@ def test_unshard_is_the_inverse_of_shard(layout: LayoutKind, backend: Backend) -
         pairs = []
         for seq_len in (1, 4, 11):
             seq = mesh.sequence(seq_len, layout=layout)
+            unread = _numbered(2, seq_len, dtype=torch.complex64) * 1j  # conjugated when it is read
+            pairs.append((seq.unshard(seq.shard(unread).conj()), unread.conj()))
             for dim in (0, 1, 2, -1, -2, -3):
                 size = [2, 3, 5]
                 size[dim] = seq_len

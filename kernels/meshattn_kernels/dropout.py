@@ -82,8 +82,9 @@ class Dropout:
 
     @cached_property
     def keep_scale(self) -> float:
-        """What a kept probability is multiplied with."""
-        return 1 / (1 - self.p)
+        """What a kept probability is multiplied with: one over the part that is kept, which is a whole number
+        of 2^-32, so that the mean over all words is exactly 1 for every p."""
+        return _WORD / (_WORD - self.threshold)
 
     @cached_property
     def row_numbers(self) -> tuple[int, ...]:

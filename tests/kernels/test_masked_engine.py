@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import Shape
+import meshattn as ma
+from cases import Shape, make_inputs
 from distributed import Case, Packed, check_cases
 
 triton = pytest.importorskip("triton")
@@ -16,6 +17,7 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("interpreted in a process of its own", allow_module_level=True)
 
 from meshattn.plan.assignment import Tile  # noqa: E402
+from meshattn.testing import run_ranks  # noqa: E402
 
 SHAPE = Shape(B=1, S=43, H=2, H_kv=1, D=16)
 CASES = [
@@ -41,3 +43,22 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_masks(case: Case, kernel: str) -> None:
     check_cases([case], kernel=kernel)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+def test_a_view_that_is_negated_when_read(name: str) -> None:
+    """A kernel reads memory, where such a view has the other sign."""
+    inputs = make_inputs(Shape(B=1, S=11, H=2, H_kv=1, D=16), torch.float32)
+    negated = torch._neg_view(-getattr(inputs, name))
+
+    def on_rank(group: object) -> list[list[torch.Tensor]]:
+        seq, answers = ma.init_attention_mesh(group).sequence(11), []
+        for q, k, v, do in (inputs, inputs._replace(**{name: negated})):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = ma.mesh_attention(*leaves, seq, causal=True, kernel="triton")
+            assert isinstance(out, torch.Tensor)
+            answers.append([out, *torch.autograd.grad(out, leaves, do)])
+        return answers
+
+    ((plain, same),) = run_ranks(1, on_rank)
+    assert all(torch.equal(x, y) for x, y in zip(plain, same, strict=True))

@@ -135,8 +135,10 @@ def test_a_problem_of_one_rank_names_it_and_other_files_are_found() -> None:
         (2, ["--data", "/nowhere/at/all"], "--data /nowhere/at/all: no such file or folder"),
         (1, ["--seq-len", "1000000", "--data", __file__], "but a window is 1000000 bytes"),
         (2, ["--tile", "2x2"], "--tile 2x2 needs 4 ranks, but there are 2"),
+        (1, ["--softcap", "1e300"], "softcap is 1e+300: give one from 1e-30 to 1e+30"),
+        (2, ["--window", "3", "--kernel", "sdpa"], "kernel 'sdpa' takes no mask and causal"),
     ],
-    ids=["missing-P2", "too-little-P1", "tile-P2"],
+    ids=["missing-P2", "too-little-P1", "tile-P2", "softcap-P1", "window-of-sdpa-P2"],
 )
 def test_train_says_what_is_wrong_once_and_ends(num_ranks: int, arguments: list[str], message: str) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
