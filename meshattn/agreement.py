@@ -12,7 +12,9 @@ Nothing here uses the data channel.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -32,6 +34,10 @@ _Answer = tuple[dict[str, str], tuple[str, str] | None]  # statement; type and t
 _Signature = tuple[Any, ...]  # name of a call, and the items of its statement
 _Place = tuple[_Signature, str, int]  # after this signature, of this action, the n-th of that action in a row
 _NOTHING: _Place = ((), "", 0)
+_RULE = (
+    "Every rank of a mesh makes every call, with the same shapes, types and options: none evaluates, logs or "
+    "saves alone."
+)
 
 
 class RankMismatchError(ValueError):
@@ -90,15 +96,30 @@ class Agreement:
         self.calls += 1
         self._counts[action] += 1
 
-    def compare(self, what: str, statement: Mapping[str, str], error: Exception | None = None) -> None:
+    def compare(
+        self,
+        what: str,
+        statement: Mapping[str, str],
+        error: Exception | None = None,
+        *,
+        lists: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         """Collective; raises on every rank if the ranks differ or if one of them has an error.
 
         For what every step states anew, such as its documents: it is no part of the pattern of calls, which
         goes on as foreseen.
+
+        Args:
+            what: is compared.
+            statement: what must be the same on all ranks, for people to read.
+            error: what is wrong on this rank, if anything.
+            lists: numbers that must be the same too. A digest is compared; the numbers themselves are told
+                only if the ranks differ, and the first that does is named.
         """
-        self._call, self._words = what, statement
+        digests = {name: f"a list with digest {_digest(numbers)}" for name, numbers in (lists or {}).items()}
+        self._call, self._words = what, {**statement, **digests}
         try:
-            self._check(error, None)
+            self._check(error, None, lists)
         except Exception:
             self._forget()
             raise
@@ -148,7 +169,12 @@ class Agreement:
     def _present(self, number: int) -> list[int]:
         return [rank for rank in self._ranks if self._store.check([self._key(number, rank)])]
 
-    def _check(self, error: Exception | None, expected: _Signature | None) -> None:
+    def _check(
+        self,
+        error: Exception | None,
+        expected: _Signature | None,
+        lists: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         number, self._round = self._round, self._round + 1
         told = None if error is None else (type(error).__name__, str(error))
         mine = json.dumps([self._statement, told])
@@ -176,7 +202,32 @@ class Agreement:
                 raise kind(f"rank {rank}: {theirs[1]}")
         statements = {rank: statement for rank, (statement, _) in answers.items()}
         if any(statement != self._statement for statement in statements.values()):
+            if lists and all(statement["call"] == self._call for statement in statements.values()):
+                statements = self._first_differences(lists, statements)
             raise RankMismatchError(_difference(statements))
+
+    def _first_differences(
+        self, lists: Mapping[str, Sequence[int]], statements: dict[int, dict[str, str]]
+    ) -> dict[int, dict[str, str]]:
+        """The statements with the first number of each list that differs, in the place of its digest; as they
+        are if a rank does not tell its lists any more. Collective."""
+        number, self._round = self._round, self._round + 1
+        mine = json.dumps([{name: " ".join(map(str, numbers)) for name, numbers in lists.items()}, None])
+        try:
+            answers = within(self._timeout + _STORE_GRACE, lambda: self._exchange(number, mine, True))
+        except TimeoutError:
+            return statements
+        if answers is None:
+            return statements
+        told = {rank: dict(statement) for rank, statement in statements.items()}
+        for name in lists:
+            place, values = _first_difference(
+                name, {rank: words[name].split() for rank, (words, _) in answers.items()}
+            )
+            for rank, value in values.items():
+                del told[rank][name]
+                told[rank][place] = value
+        return told
 
     def _exchange(self, number: int, mine: str, wait: bool) -> dict[int, _Answer] | None:
         """Tell what this rank does and, with `wait`, read what all do; None if some do not come in time."""
@@ -199,12 +250,12 @@ class Agreement:
         absent = [rank for rank in self._ranks if rank not in present]
         text = (
             f"{self._statement['call']}: {_ranks(absent)} did not come to it within {self._timeout:g} s, "
-            f"only {_ranks(present)} did. Either they have died or stalled, or "
+            f"only {_ranks(present)} did. Either they have died or stalled, or do not make this call, or "
         )
         here = {name: value for name, value in self._statement.items() if name != "call"}
         if expected is None:
             told = ", ".join(f"{name} is {value}" for name, value in here.items())
-            return f"{text}they go on with other arguments than here: {told}"
+            return f"{text}they go on with other arguments than here: {told}. {_RULE}"
         action, usual = expected[0], dict(expected[1:])
         changes = [
             f"{name} is {value} here and was {usual.get(name, 'absent')}"
@@ -213,13 +264,16 @@ class Agreement:
         ]
         return (
             f"{text}{_ranks(present)} left the pattern of calls, after which {action} was next: "
-            f"{'; '.join(changes) or 'another call'}"
+            f"{'; '.join(changes) or 'another call'}. {_RULE}"
         )
 
 
 def _difference(statements: Mapping[int, Mapping[str, str]]) -> str:
     """Who differs in what, the smallest party first: it is the likely culprit."""
     names = list(dict.fromkeys(name for statement in statements.values() for name in statement))
+    # Calls of two kinds state different things: only what both state tells them apart.
+    if len({statement.get("call") for statement in statements.values()}) > 1:
+        names = [name for name in names if all(name in statement for statement in statements.values())]
     parts = []
     for name in names:
         parties: dict[str, list[int]] = {}
@@ -232,10 +286,22 @@ def _difference(statements: Mapping[int, Mapping[str, str]]) -> str:
             )
     call = statements[min(statements)].get("call", "")
     told = "; ".join(parts) if parts else "they are at different calls"
-    return (
-        f"{call}: the ranks disagree: {told}. "
-        "Shapes, types and options must be the same on all ranks of a mesh."
-    )
+    return f"{call}: the ranks disagree: {told}. {_RULE}"
+
+
+def _digest(numbers: Sequence[int]) -> str:
+    """A few characters that differ where the numbers do."""
+    return hashlib.sha256(array("q", numbers).tobytes()).hexdigest()[:16]
+
+
+def _first_difference(name: str, lists: Mapping[int, Sequence[str]]) -> tuple[str, dict[int, str]]:
+    """Where the lists of the ranks part, and what each rank has there; nothing where they do not."""
+    for index in range(min(map(len, lists.values()))):
+        if len({numbers[index] for numbers in lists.values()}) > 1:
+            return f"{name}[{index}]", {rank: numbers[index] for rank, numbers in lists.items()}
+    if len({len(numbers) for numbers in lists.values()}) > 1:
+        return f"length of {name}", {rank: str(len(numbers)) for rank, numbers in lists.items()}
+    return name, {}
 
 
 def _ranks(ranks: Sequence[int]) -> str:

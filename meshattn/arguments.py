@@ -30,7 +30,8 @@ class Options(NamedTuple):
     unknown: tuple[str, ...] = ()
 
     def words(self) -> dict[str, str]:
-        return {name: str(value) for name, value in self._asdict().items()}
+        """What all ranks must have alike; an unknown option is an error of its own."""
+        return {name: str(value) for name, value in self._asdict().items() if name != "unknown"}
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -7,9 +7,7 @@ lies behind the last slot, belongs to no document: it sees nothing and is seen b
 
 from __future__ import annotations
 
-import hashlib
 import operator
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,12 +45,6 @@ class PackedDocuments:
     def count(self) -> int:
         """Number of documents, empty ones included."""
         return len(self.bounds) - 1
-
-    @property
-    def digest(self) -> str:
-        """A few characters that differ where the documents differ."""
-        numbers = array("q", [*self.bounds, -1, *(self.lengths or ())])
-        return hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
 
     def place(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """Position inside its document, and positions of that document that follow, for global positions.

@@ -116,8 +116,10 @@ class ShardedSequence:
         """
         if self.documents is None or self._agreed is not None:
             return
-        digest = {"documents (digest of cu_seqlens and document_lengths)": self.documents.digest}
-        self.mesh.agreement.compare("the documents of a sequence", {"sequence": repr(self)} | digest, error)
+        lists = {"cu_seqlens": self.documents.bounds, "document_lengths": self.documents.lengths or ()}
+        self.mesh.agreement.compare(
+            "the documents of a sequence", {"sequence": repr(self)}, error, lists=lists
+        )
         self._agreed = self.mesh.agreement.compared
 
     def shard(self, tensor: Tensor, dim: int = 1) -> Tensor:

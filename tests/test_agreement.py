@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 import meshattn as ma
 from distributed import Backend
-from meshattn.agreement import Agreement, RankMismatchError
+from meshattn.agreement import _RULE, Agreement, RankMismatchError
 from meshattn.mesh import AttentionMesh
 from meshattn.testing import run_ranks
 from meshattn.transport.base import TransportError
@@ -274,3 +274,56 @@ def test_ranks_that_said_nothing_are_named() -> None:
         odd.enter("call", {"causal": "True"})
     blamed = here.blame()
     assert blamed is not None and "(ranks 2, 3 said nothing" in blamed
+
+
+def test_calls_of_two_kinds_are_told_apart_by_what_both_state() -> None:
+    def on_rank(group: Any) -> str:
+        mesh = ma.init_attention_mesh(group, timeout=TIMEOUT["threads"])
+        with pytest.raises(RankMismatchError) as info:
+            (unshard if mesh.rank == ODD else attend)(mesh)
+        return str(info.value)
+
+    for text in run_ranks(RANKS, on_rank):
+        assert "unshard, call 1 on rank 1" in text and "absent" not in text
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+def test_who_evaluates_alone_reads_of_it(first: bool) -> None:
+    """No other rank comes to the call: the message has that among the causes, and nothing internal."""
+
+    def on_rank(group: Any) -> str:
+        mesh = ma.init_attention_mesh(group, timeout=TIMEOUT["threads"])
+        for _ in range(0 if first else 3):
+            attend(mesh).sum().backward()
+        if mesh.rank != ODD:
+            return ""
+        with pytest.raises(RankMismatchError) as info:
+            without_grad(mesh)
+        return str(info.value)
+
+    text = run_ranks(RANKS, on_rank)[ODD]
+    assert "ranks 0, 2 did not come to it" in text and "none evaluates" in text
+    assert ("they go on with other arguments than here" if first else "left the pattern of calls") in text
+    assert "unknown" not in text
+
+
+def test_the_first_number_that_differs_is_named() -> None:
+    """Of lists whose digests differ; equal ones are not mentioned, whatever stands in the others."""
+    lists = [[0, 3, 9], [0, 4, 9], [0, 3, 9, 9], [0, 9], [0, 39], []]
+    expected = {(0, 1): "[1]", (0, 2): "length of", (0, 3): "[1]", (3, 4): "[1]", (4, 5): "length of"}
+
+    def on_rank(group: Any) -> dict[tuple[int, int], str]:
+        mesh = ma.init_attention_mesh(group, timeout=5.0)
+        mesh.agreement.compare("equal", {}, lists={"cuts": lists[0]})
+        texts = {}
+        for pair in expected:
+            with pytest.raises(RankMismatchError) as info:
+                mesh.agreement.compare("cuts", {}, lists={"same": [7], "cuts": lists[pair[mesh.rank]]})
+            texts[pair] = str(info.value)
+        return texts
+
+    first, second = run_ranks(2, on_rank)
+    assert first == second
+    for pair, words in expected.items():
+        assert words in first[pair] and "same" not in first[pair].removesuffix(_RULE)

@@ -64,7 +64,8 @@ class _P2PHandle:
 def _failed(where: str, reason: str) -> TransportError:
     first = (reason.strip().splitlines() or ["no reason given"])[0]
     return TransportError(
-        f"{where} failed; a peer has died, stalled past the timeout, or failed itself ({first})"
+        f"{where} failed; a peer has died, stalled past the timeout, failed itself, or does not make this "
+        f"call ({first})"
     )
 
 
