@@ -120,8 +120,7 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
     for (_, kind), contender in ours.items():
         if kind != "skipped":
             check(contender.mesh, case, device, exact)
-            if dist.get_rank() == 0:
-                print(f"{contender.name} agrees with the oracle", file=sys.stderr, flush=True)
+            _say(f"{contender.name} agrees with the oracle")
     contenders: list[Contender] = list(ours.values())
     flop = {contender.name: {p: x / ranks for p, x in case.flop().items()} for contender in contenders}
     if options.one_gpu:
@@ -144,7 +143,7 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
         else:
             contenders.append(peer)
             flop[peer.name] = {p: x / ranks for p, x in case.flop().items()}
-    turns = in_turns(contenders, device, rounds=options.rounds, turn_ms=options.turn_ms)
+    turns = in_turns(contenders, device, rounds=options.rounds, turn_ms=options.turn_ms, told=_say)
     sent, formula, memory = {}, {}, {}
     for (cut, kind), contender in ours.items():
         if kind == "skipped":
@@ -163,6 +162,11 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
     for contender in ours.values():
         contender.mesh.close()
     return Result(case, turns, sent, formula, memory, flop, absent)
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _trial(contender: Contender) -> str:

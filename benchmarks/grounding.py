@@ -78,7 +78,8 @@ class Measured:
         rows = -(-seq_len // ranks)
         causal = found[7] == "causal"
         transport = found[12] or "p2p"
-        where = str(record["case"]).replace(f"-{found[11]}", "", 1)
+        cut = f"{found[10]}x{found[11]}" if found[10] else found[11]
+        where = str(record["case"]).replace(f"-{cut}", "", 1)
         return Measured(
             setting=f"{where} {step[1]}",
             shape=CallShape(batch, rows, heads, kv_heads, head_dim, head_dim, size, exact, exact, causal),

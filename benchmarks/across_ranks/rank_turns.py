@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from across_ranks.rank_contenders import Contender
 
 PASSES = ("forward", "backward", "both")
 AHEAD = 8  # pairs of passes that the host can enqueue without waiting for the GPU
-LONG_MS = 2000.0  # a pair of passes that settles the clock by itself
+LONG_MS = 500.0  # a pair of passes that settles the clock by itself
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,16 @@ class Turn:
 
 
 def in_turns(
-    contenders: Sequence[Contender], device: torch.device, *, rounds: int, turn_ms: float
+    contenders: Sequence[Contender],
+    device: torch.device,
+    *,
+    rounds: int,
+    turn_ms: float,
+    told: Callable[[str], None] = lambda _: None,
 ) -> dict[str, list[Turn]]:
     """The turns of every contender, by name, one a round; each round begins with another one, and every
-    second one goes backwards, so that nobody always comes after the same. Collective."""
+    second one goes backwards, so that nobody always comes after the same. ``told`` hears of each. Collective.
+    """
     turns: dict[str, list[Turn]] = {contender.name: [] for contender in contenders}
     pairs: dict[str, int] = {}
     for number in range(rounds + 1):  # in the first, all is made and the lengths of the turns are set
@@ -58,8 +64,11 @@ def in_turns(
                         cost = _turn(contender, device, 2)
                     fewest = 3 if cost.both < LONG_MS else 1
                     pairs[contender.name] = min(60, max(fewest, round(turn_ms / cost.both)))
+                    told(f"{contender.name} takes {cost.both:.1f} ms, {pairs[contender.name]} times a turn")
                 else:
-                    turns[contender.name].append(_turn(contender, device, pairs[contender.name]))
+                    spent = _turn(contender, device, pairs[contender.name])
+                    turns[contender.name].append(spent)
+                    told(f"round {number}: {contender.name} {spent.forward:.3f} and {spent.backward:.3f} ms")
     return turns
 
 
