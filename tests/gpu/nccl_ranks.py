@@ -1,4 +1,4 @@
-"""One rank of the NCCL tests; torchrun starts it from test_nccl.py. A failed check ends it with an error."""
+"""One rank of the NCCL tests, which test_nccl.py starts. A failed check ends it with an error."""
 
 from __future__ import annotations
 

@@ -43,6 +43,9 @@ def run_processes(
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
+        if ranks > gpus:
+            # NCCL refuses two ranks of a host on one GPU: to it, each is a host of its own.
+            place |= {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(program), *arguments],

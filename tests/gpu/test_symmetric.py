@@ -1,6 +1,6 @@
 """Copy engines and NCCL on GPUs: bytes under random delays, the engine, ranks that die, CUDA graphs.
 
-Several ranks share a GPU where there are more ranks than GPUs; NCCL needs a GPU a rank. Launches go side by
+Several ranks share a GPU where there are more ranks than GPUs; NCCL then goes by sockets. Launches go side by
 side, so this file belongs to one process of pytest.
 """
 
@@ -24,6 +24,8 @@ FSDP = ["beside", "--nccl"]
 ONE_GPU = (
     Launch("P4-shared", ["race", "engine", "graph"], 4, 1, env=SHARED),
     Launch("P3-shared-killed", KILLED, 3, 1, env=SHARED),
+    Launch("P2-shared", ["engine", "graph", "memory", "--nccl"], 2, 1, env=SHARED),
+    Launch("P3-shared-killed-p2p", [*KILLED, "--transport", "p2p", "--nccl"], 3, 1, env=SHARED),
 )
 TWO_GPUS = (
     Launch("P2", ["race", "engine", "graph", "repeat", "memory", "--nccl"], 2, 2),
@@ -92,6 +94,7 @@ def test_check(launch: str, check: str, launches: Launches) -> None:
     "launch",
     [
         pytest.param("P3-shared-killed", marks=one_gpu),
+        pytest.param("P3-shared-killed-p2p", marks=one_gpu),
         pytest.param("P2-killed-symmetric", marks=two_gpus),
         pytest.param("P2-killed-p2p", marks=two_gpus),
     ],
