@@ -1,4 +1,4 @@
-"""All that four or eight GPUs of one host should show, in one command of at most eight minutes.
+"""All that two, four or eight GPUs of one host should show, in one command of at most eight minutes.
 
     python benchmarks/many_gpus.py --ranks 8
 
@@ -177,10 +177,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     gpus = len(find_gpus())
     ranks, scale = options.ranks or gpus, scale_of(options.ranks or gpus, gpus)
-    if ranks < 4 or ranks % 2:
-        parser.error(
-            f"{ranks} ranks, but tiles with two axes need an even number of at least 4: try --ranks 4"
-        )
+    if ranks < 2 or ranks % 2:
+        parser.error(f"{ranks} ranks, but its cuts need an even number: try --ranks 4")
     chosen = steps(ranks, scale, options.out)
     unknown = set(options.only or ()) - {step.name for step in chosen}
     if unknown:

@@ -39,7 +39,7 @@ of_scales = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 
 
 @of_scales
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_step_gives_its_program_options_that_it_takes(
     ranks: int, scale: many_steps.Scale, tmp_path: Path
 ) -> None:
