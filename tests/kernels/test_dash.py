@@ -23,8 +23,8 @@ from meshattn_kernels.dash import (
     choose_schedule,
     visible_ranges,
 )
-from meshattn_kernels.dash_model import Deadlock, prove, simulate
-from meshattn_kernels.schedules import LINEAR
+from meshattn_kernels.dash.model import Deadlock, prove, simulate
+from meshattn_kernels.dash.schedules import LINEAR
 
 WORKERS = (132, 116, 66, 33, 1)
 CHECK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

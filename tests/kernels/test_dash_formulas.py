@@ -7,8 +7,8 @@ from itertools import pairwise, product
 import pytest
 
 from meshattn_kernels.dash import TURN_SHIFT, ScheduleTable, TileRanges, build_table, choose_schedule
-from meshattn_kernels.dash_model import MEASURED, Costs, simulate
-from meshattn_kernels.gantt import main
+from meshattn_kernels.dash.gantt import main
+from meshattn_kernels.dash.model import MEASURED, Costs, simulate
 
 CASES = [(4, 2, 0.25), (8, 16, 0.10), (8, 16, 0.50), (32, 2, 0.25), (32, 4, 1.00), (6, 1, 0.5), (5, 3, 0.3)]
 

@@ -17,7 +17,7 @@ Those of padding and of rows that see no key start at -inf and give p = 0 withou
 dK and dQ is applied when they are finished.
 
 Four partitions: two of 4 math warps each (backward_math.py), one warp that loads by TMA, one that writes dQ.
-Only the writer waits for other thread blocks (ordered_add.py), in the order of a table (dash.py, arXiv
+Only the writer waits for other thread blocks (ordered_add.py), in the order of a table (dash, arXiv
 2601.21824).
 """
 

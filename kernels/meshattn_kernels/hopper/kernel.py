@@ -44,7 +44,7 @@ class HopperKernel:
     workers             resident thread blocks, all multiprocessors by default. Bits do not depend on it.
                         Leave some multiprocessors out where another kernel (NCCL's) is resident meanwhile.
     deterministic       False adds dq in no order, as a control for measurements.
-    schedule            name of a backward schedule of ``dash.py``; None is the default of the shape.
+    schedule            name of a backward schedule of ``dash``; None is the default of the shape.
     part                see ``sharing.of_part``.
     """
 

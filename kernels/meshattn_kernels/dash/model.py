@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshattn_kernels.dash import LOAD, STORE, TURN_SHIFT, ScheduleTable
+from meshattn_kernels.dash.table import LOAD, STORE, TURN_SHIFT, ScheduleTable
 
 
 class Deadlock(Exception):

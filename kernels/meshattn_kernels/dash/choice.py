@@ -1,4 +1,4 @@
-"""The DASH schedules (arXiv 2601.21824) of the deterministic backward, and the choice of one for a shape.
+"""The choice of a schedule for a shape.
 
 The default schedules come from the shape only and their turns can be carried out by any number of workers
 (see ``schedules`` for why), so that a GPU with fewer multiprocessors gives the same bits.
@@ -8,25 +8,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from meshattn_kernels.placement import PART_COST, TASK_COST, job_costs, place
-from meshattn_kernels.schedule_table import LOAD, STEP_PADDING, STORE, TURN_SHIFT, ScheduleTable, build_table
-from meshattn_kernels.schedules import SCHEDULES, SPLIT_SHIFT_SPAN, longest_first
-from meshattn_kernels.tile_ranges import TileRanges, visible_ranges
-
-__all__ = [
-    "LOAD",
-    "SCHEDULES",
-    "STEP_PADDING",
-    "STORE",
-    "TURN_SHIFT",
-    "ScheduleTable",
-    "TileRanges",
-    "build_table",
-    "choose_schedule",
-    "heads_in_flight",
-    "named_schedule",
-    "visible_ranges",
-]
+from meshattn_kernels.dash.placement import PART_COST, TASK_COST, job_costs, place
+from meshattn_kernels.dash.schedules import SPLIT_SHIFT_SPAN, longest_first
+from meshattn_kernels.dash.table import ScheduleTable, build_table
+from meshattn_kernels.tile_ranges import TileRanges
 
 NOMINAL_WORKERS = 132
 """The choice of a schedule counts on this many workers, whatever the number is: it decides bits."""

@@ -11,7 +11,7 @@ import heapq
 import torch
 from torch import Tensor
 
-from meshattn_kernels.schedules import Walks
+from meshattn_kernels.dash.schedules import Walks
 
 TASK_COST = 2
 """Time of loading a key/value tile and storing dk, dv, in steps."""

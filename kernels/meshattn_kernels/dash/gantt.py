@@ -1,4 +1,4 @@
-"""Draw the time line of a schedule: ``python -m meshattn_kernels.gantt --schedule descending --kv-tiles 8``.
+"""Draw the time line of a schedule: ``python -m meshattn_kernels.dash.gantt --schedule descending``.
 
 One row a worker. In the terminal, a column is a piece of time: the digit or letter of the query tile that is
 computed or added, ``.`` while the worker waits for a turn, a blank when it has nothing left to do. With
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshattn_kernels.dash import SCHEDULES, ScheduleTable, TileRanges, build_table, choose_schedule
-from meshattn_kernels.dash_model import Costs, Deadlock, Timeline, simulate
+from meshattn_kernels.dash.model import Costs, Deadlock, Timeline, simulate
 
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -86,7 +86,7 @@ def _ranges(mask: str, kv_tiles: int, query_tiles: int, window: int) -> TileRang
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m meshattn_kernels.gantt", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m meshattn_kernels.dash.gantt", description=__doc__)
     parser.add_argument("--schedule", default="auto", choices=("auto", *SCHEDULES))
     parser.add_argument("--mask", default="causal", choices=("full", "causal", "window"))
     parser.add_argument(

@@ -15,8 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from meshattn_kernels.placement import job_costs, launch_order, place, place_in_turn
-from meshattn_kernels.schedules import CYCLIC, LINEAR, SCHEDULES, Walks, split_shift
+from meshattn_kernels.dash.placement import job_costs, launch_order, place, place_in_turn
+from meshattn_kernels.dash.schedules import CYCLIC, LINEAR, SCHEDULES, Walks, split_shift
 from meshattn_kernels.tile_ranges import TileRanges
 
 LOAD = 1
