@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshattn.masks import checked_window
+from meshattn.packing import as_written
 from meshattn.plan.cost import HEAD_DIM_STEP
 from meshattn.sequence import ShardedSequence
 
@@ -53,6 +54,19 @@ def _check_dense(name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"{name} is a {type(tensor).__name__}: it must be a plain tensor of this rank; pass "
             f"{name}.to_local()"
+        )
+
+
+def _check_memory(name: str, tensor: Tensor) -> None:
+    """Kernels and transports read memory, which tensors that only describe or wrap others have not."""
+    try:
+        missing = tensor.numel() > 0 and as_written(tensor).data_ptr() == 0
+    except RuntimeError:  # those of torch.func
+        missing = True
+    if missing:
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__} on {tensor.device} without memory of its own: pass a plain "
+            "tensor that holds the numbers, outside of torch.func's transforms"
         )
 
 
@@ -174,6 +188,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, q_seq: ShardedSequence, kv_se
                 f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}: "
                 "all three must agree"
             )
+        _check_memory(name, tensor)
         if tensor.shape[3] % HEAD_DIM_STEP or tensor.shape[3] == 0:
             raise ValueError(
                 f"{name} is {list(tensor.shape)}: the head size {tensor.shape[3]} must be a multiple of "
@@ -235,3 +250,4 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         )
     if sinks.device != q.device:
         raise ValueError(f"sinks is on {sinks.device} but q on {q.device}: they must agree")
+    _check_memory("sinks", sinks)

@@ -88,8 +88,13 @@ class Packing:
 
 
 def as_written(tensor: Tensor) -> Tensor:
-    """The tensor as kernels and transports read it, from its memory: the memory of a view that PyTorch
-    negates, or conjugates, when it reads it holds other numbers."""
+    """The tensor as kernels and transports read it, from its memory.
+
+    The memory of a view that PyTorch negates, or conjugates, when it reads it holds other numbers. The result
+    of a functional collective, which ``DTensor.to_local`` may give, has none before it is waited for.
+    """
+    if type(tensor) is not Tensor and hasattr(tensor, "trigger_wait"):
+        tensor = tensor.trigger_wait()
     return tensor.resolve_conj().resolve_neg()
 
 

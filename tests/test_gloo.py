@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import meshattn as ma
-from cases import Results, Shape
+from cases import Results, Shape, make_inputs
 from distributed import (
     LAYOUTS,
     Case,
@@ -197,3 +198,27 @@ def test_attention_is_the_first_communication_of_a_program() -> None:
         return first
 
     assert_equals_oracle(case, run_ranks(4, on_rank, "gloo"))
+
+
+def test_results_of_functional_collectives_are_waited_for() -> None:
+    """They have no memory to be read before; q, a gradient that comes in, and what is gathered."""
+
+    def on_rank(_: Any) -> list[tuple[Tensor, Tensor]]:
+        mesh = ma.init_attention_mesh(timeout=30)
+        seq = mesh.sequence(11)
+        whole = make_inputs(Shape(B=1, S=11, H=2, H_kv=1, D=8))
+        plain = [seq.shard(x) for x in (whole.q, whole.k, whole.v, whole.do)]
+        late = [all_gather_tensor(x, 0, dist.group.WORLD)[:1] for x in plain]
+        assert all(type(x).__name__ == "AsyncCollectiveTensor" for x in late)
+        first = [all_gather_tensor(x, 0, dist.group.WORLD)[:1].clone() for x in plain]
+        pairs = [(seq.unshard(late[0]), seq.unshard(first[0]))]
+        answers = []
+        for q, k, v, do in (late, first):
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            out = ma.mesh_attention(*leaves, seq, causal=True)
+            assert isinstance(out, Tensor)
+            answers.append([out, *torch.autograd.grad(out, leaves, do)])
+        return [*pairs, *zip(*answers, strict=True)]
+
+    for pairs in run_ranks(2, on_rank, "gloo"):
+        assert all(torch.equal(x, y) for x, y in pairs)

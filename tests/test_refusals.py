@@ -48,6 +48,19 @@ class _OfSeveralRanks(Tensor):
         return self.as_subclass(Tensor)
 
 
+class _Wrapper(Tensor):
+    """Describes another tensor, as a FakeTensor and quantized weights do."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> _Wrapper:
+        made: _Wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise AssertionError("nothing is to be computed with it")
+
+
 def _nested() -> Tensor:
     return torch.nested.nested_tensor([torch.ones(ROWS, 4, 8)] * 2)
 
@@ -103,6 +116,21 @@ CALLS: dict[str, tuple[Callable[[AttentionMesh], Any], type[Exception], Words]] 
         lambda m: _attend(m, v=torch.ones(2, ROWS, 4, 8, device="meta")),
         ValueError,
         ("v is torch.float32 on meta but q is torch.float32 on cpu", "must agree"),
+    ),
+    "without-memory": (
+        lambda m: _attend(m, *[torch.ones(2, ROWS, 4, 8, device="meta")] * 3),
+        ValueError,
+        ("q is a Tensor on meta without memory of its own", "pass a plain tensor"),
+    ),
+    "under-a-transform": (
+        lambda m: torch.func.vmap(lambda q: _attend(m, q))(_ones(3, 2, ROWS, 4, 8)),
+        ValueError,
+        ("q is a Tensor on cpu without memory of its own", "outside of torch.func's transforms"),
+    ),
+    "a-wrapper": (
+        lambda m: _attend(m, v=_Wrapper(_ones(2, ROWS, 4, 8))),
+        ValueError,
+        ("v is a _Wrapper on cpu without memory of its own",),
     ),
     "odd-head-size": (
         lambda m: _attend(m, *[_ones(2, ROWS, 4, 12)] * 3),
