@@ -21,6 +21,7 @@ from pathlib import Path
 
 from meshattn.plan.assignment import Tile, tiles
 from meshattn.plan.cost import CallShape
+from meshattn.plan.kernel_times import KernelTimes
 from meshattn.plan.placement import Cut, MeshAxis
 from meshattn.plan.planner import Question, rank_candidates
 from meshattn.plan.prediction import Prediction
@@ -112,6 +113,21 @@ def candidates(method: str, ranks: int, gpus_per_node: int) -> list[tuple[Cut, t
     elif method == "mesh+heads":
         cuts = [Cut(w, tile) for w in widths if w > 1 for tile in tiles(ranks // w) if tile.a > 1]
     return [(cut, order) for cut in cuts for order in cut.orders(gpus_per_node)]
+
+
+def block_shapes(case: Case, method: str) -> set[CallShape]:
+    """The blocks that the cuts of a method are made of, before any is cut in two."""
+    topology, shape = case.topology(), case.shape(2)
+    question = Question(case.ranks, shape, topology)
+    if method == "double ring":
+        return {shape}
+    return {question.inner(*each) for each in candidates(method, case.ranks, topology.gpus_per_node)}
+
+
+def is_measured(inner: CallShape, kernels: KernelTimes) -> bool:
+    """Whether the table has this very block."""
+    wanted = inner.head_dim, inner.heads, inner.kv_heads, inner.rows, inner.causal
+    return wanted in {(b.head_dim, b.heads, b.kv_heads, b.rows, b.causal) for b in kernels.blocks}
 
 
 def figures(case: Case, method: str, reduce_itemsize: int) -> Figures | None:

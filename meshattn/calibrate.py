@@ -8,6 +8,8 @@ once: what ranks share, a network card or a GPU, is in the figures.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import math
 import os
 import platform
@@ -19,18 +21,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
 
+from meshattn import __version__
 from meshattn.mesh import AttentionMesh, init_attention_mesh
-from meshattn.plan.kernel_times import BlockTime, KernelTimes
+from meshattn.plan.kernel_times import BlockTime, KernelTimes, Origin
 from meshattn.plan.topology import Link, Topology
 from meshattn.transport.base import Message, Transport
 from meshattn_kernels import UNBOUNDED, BandIntervals, choose_kernel, get_kernel
 from meshattn_kernels.contract import ACCUMULATOR_KINDS, accumulator_dtype
 
 REPEATS = 7
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,11 @@ class Sizes:
     """What is measured: messages of a small and a large size, blocks of all these rows and heads."""
 
     rows: tuple[int, ...]
-    heads: tuple[int, ...]
+    heads: tuple[tuple[int, int], ...]
+    """Query heads, and key/value heads."""
     head_dim: int
-    group: int = 1
-    """Query heads of a key/value head."""
+    dtype: str = "fp32"
+    """Of q, k and v: a name of `ITEMSIZES`."""
     messages: tuple[int, int] = (2**16, 2**24)
 
 
@@ -75,9 +81,9 @@ def calibrate(
     `init_attention_mesh` and ``kernel`` that of `mesh_attention`.
 
     Raises ValueError, on every rank alike, if hosts have different numbers of ranks or ranks are not numbered
-    host by host, and for a kernel that does not serve the head size here.
+    host by host, and for a kernel that does not serve the type or the head size here.
     """
-    chosen = choose_kernel(kernel, device, _dtype(device), sizes.head_dim, sizes.head_dim)
+    chosen = choose_kernel(kernel, device, DTYPES[sizes.dtype], sizes.head_dim, sizes.head_dim)
     mesh = init_attention_mesh(tile=(1, dist.get_world_size()), transport=transport)
     try:
         if per_node is None:
@@ -100,21 +106,31 @@ def _measure(
         for ring in (near, far)
     ]
     unused = Link(gb_per_s=1e6)  # a node of one rank has no link inside
-    blocks = [_block(mesh, kernel, rows, heads, causal, sizes, device)
-              for rows in sizes.rows for heads in sizes.heads for causal in (True, False)]  # fmt: skip
+    blocks = [
+        _block(mesh, kernel, rows, *heads, causal, sizes, device)
+        for rows in sizes.rows
+        for heads in sizes.heads
+        for causal in (True, False)
+    ]
     return Topology(
         name=name,
         gpus_per_node=per_node,
         inside=links[0] or unused,
         between=links[1],
-        kernels=KernelTimes(kernel, tuple(blocks)),
+        kernels=KernelTimes(kernel, tuple(blocks), sizes.dtype, _origin(device)),
         memory_gb_per_s=_memory(mesh, device),
         start_us=_start(device),
     )
 
 
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+def _origin(device: torch.device) -> Origin:
+    gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if gpu else f"CPU {platform.machine()}"
+    packages = {"meshattn": __version__, "torch": torch.__version__}
+    with contextlib.suppress(PackageNotFoundError):
+        packages["triton"] = version("triton")
+    found = ", ".join(f"{name} {number}" for name, number in packages.items())
+    return Origin(name, found, str(datetime.date.today()))
 
 
 def _agreed(mesh: AttentionMesh, value: float, device: torch.device) -> float:
@@ -149,6 +165,7 @@ def _link(mesh: AttentionMesh, ring: tuple[int, ...], sizes: tuple[int, int], de
         gb_per_s=float(f"{1e-3 / us_per_byte:.4g}"),
         latency_us=round(max(small - sizes[0] * us_per_byte, 0.0), 2),
         sm_share=round(_share(transport, device), 4),
+        copy_engines=transport.name == "symmetric",
     )
 
 
@@ -185,13 +202,13 @@ def _block(
     kernel_name: str,
     rows: int,
     heads: int,
+    kv_heads: int,
     causal: bool,
     sizes: Sizes,
     device: torch.device,
 ) -> BlockTime:
     """A square block, alone and into accumulators that hold something."""
-    kernel, dtype, dim = get_kernel(kernel_name), _dtype(device), sizes.head_dim
-    kv_heads = max(1, heads // sizes.group)
+    kernel, dtype, dim = get_kernel(kernel_name), DTYPES[sizes.dtype], sizes.head_dim
     exact = accumulator_dtype(dtype)
     q, do = (torch.randn(1, rows, heads, dim, device=device).to(dtype) for _ in range(2))
     k, v = (torch.randn(1, rows, kv_heads, dim, device=device).to(dtype) for _ in range(2))
@@ -285,13 +302,14 @@ def _median_us(run: Callable[[], object], device: torch.device, *, before: Calla
 def sizes_of(
     device: torch.device,
     rows: Sequence[int],
-    heads: Sequence[int],
+    heads: Sequence[tuple[int, int]],
     head_dim: int,
-    group: int,
+    dtype: str | None = None,
     messages: Sequence[int] | None = None,
 ) -> Sizes:
     """What was asked for, else what the device can do in some seconds."""
     gpu = device.type == "cuda"
     default = (512, 1024, 2048, 4096, 8192, 16384) if gpu else (64, 128, 256, 512)
     small, large = messages or ((2**16, 2**26) if gpu else (2**14, 2**21))
-    return Sizes(tuple(rows) or default, tuple(heads), head_dim, group, (small, large))
+    dtype = dtype or ("bf16" if gpu else "fp32")
+    return Sizes(tuple(rows) or default, tuple(heads), head_dim, dtype, (small, large))

@@ -12,11 +12,10 @@ from meshattn import __version__
 from meshattn.advice import NEAR, compare_layouts
 from meshattn.cli_plan import add_calibrate, add_plan, calibrate_command, check_head_dim, plan_command, size
 from meshattn.plan.assignment import Assignment, Tile, tiles
-from meshattn.plan.cost import CallShape, choose_tile, costs
+from meshattn.plan.cost import ITEMSIZES, CallShape, choose_tile, costs
 from meshattn.plan.greedy import build
 from meshattn.plan.report import DIRECTIONS, RATIOS, Row, describe_step, rows_at, worst_row
 
-ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 WIDEST_PICTURE = 48
 MANY_BLOCKS = 2**13
 MOST_RANKS = 4096

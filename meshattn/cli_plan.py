@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshattn.plan.cost import HEAD_DIM_STEP, CallShape
+from meshattn.plan.cost import HEAD_DIM_STEP, ITEMSIZES, CallShape
+from meshattn.plan.coverage import coverage
 from meshattn.plan.planner import BOTH, Question, plan
 from meshattn.plan.prediction import Prediction, why
 from meshattn.plan.script import pace_of, pass_script
@@ -93,10 +94,14 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
     if args.trace:
         write_trace(_recorded(question, best), args.trace)
     shown = [each for n, each in enumerate(found) if n < args.show or each.is_ring or each.is_ulysses]
+    outside = coverage(question, shown, args.dtype)
     if args.json:
-        return json.dumps({"why": why(found), "candidates": [each.as_json() for each in shown]}, indent=2)
+        said = {"why": why(found), "extrapolated": outside.lacking, "to_measure": outside.command.strip()}
+        return json.dumps({**said, "candidates": [each.as_json() for each in shown]}, indent=2)
     reason = f"{why(found)}.{_absent(question, found)}"
-    return "\n\n".join([_table(shown), reason, _code(best, args.topology), NOTE])
+    measured = outside.text(topology.kernels.describe())
+    parts = [_table(shown), reason, _code(best, args.topology), measured, NOTE]
+    return "\n\n".join(filter(None, parts))
 
 
 def check_head_dim(head_dim: int) -> None:
@@ -205,8 +210,13 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         default=[8, 2],
         help="of the blocks: all that a model has, and what a head axis leaves of them (default 8 2)",
     )
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--group", type=int, default=1, help="query heads of a key/value head (default 1)")
+    parser.add_argument(
+        "--kv-heads", type=int, nargs="+", help="of each of --heads, in their order (default: as many)"
+    )
+    parser.add_argument("--head-dim", type=int, default=128, help="head size (default 128)")
+    parser.add_argument(
+        "--dtype", choices=ITEMSIZES, help="type of q, k, v (default bf16 on GPUs, fp32 on CPUs)"
+    )
     parser.add_argument(
         "--transport", default="auto", help="auto, symmetric or p2p, as of a mesh (default auto)"
     )
@@ -230,9 +240,16 @@ def calibrate_command(args: argparse.Namespace) -> str:
 
     if os.environ.get("RANK", "0") == "0":  # no other rank writes
         _check_folder("out", args.out)
-    for heads in args.heads:
-        if min(heads, args.group) < 1 or heads % args.group:
-            raise ValueError(f"--heads has {heads}, but must be a multiple of --group, which is {args.group}")
+    kv_heads = args.kv_heads or args.heads
+    if len(kv_heads) != len(args.heads):
+        raise ValueError(
+            f"--kv-heads has {len(kv_heads)} numbers, but must have one for each of the {len(args.heads)} of "
+            "--heads"
+        )
+    heads = tuple(zip(args.heads, kv_heads, strict=True))
+    for number, shared in heads:
+        if min(number, shared) < 1 or number % shared:
+            raise ValueError(f"--kv-heads has {shared} for {number} of --heads, but must divide them")
     check_head_dim(args.head_dim)
     if args.rows and min(args.rows) < 1:
         raise ValueError(f"--rows has {min(args.rows)}, but must be at least 1")
@@ -241,7 +258,7 @@ def calibrate_command(args: argparse.Namespace) -> str:
             f"--messages is {args.messages[0]} {args.messages[1]}, but the second must be larger"
         )
     device = join()
-    sizes = sizes_of(device, args.rows, args.heads, args.head_dim, args.group, args.messages)
+    sizes = sizes_of(device, args.rows, heads, args.head_dim, args.dtype, args.messages)
     topology = calibrate(
         sizes,
         device,

@@ -39,10 +39,10 @@ def as_topology(source: Topology | str | Path) -> Topology:
 
 
 def digest(topology: Topology | None) -> str:
-    """What ranks compare: the name, and a hash of all of it."""
+    """What ranks compare: the name, and a hash of all that plans follow from."""
     if topology is None:
         return "none"
-    return f"{topology.name} {hashlib.sha256(topology.text().encode()).hexdigest()[:12]}"
+    return f"{topology.name} {hashlib.sha256(repr(topology).encode()).hexdigest()[:12]}"
 
 
 def auto_heads(

@@ -53,7 +53,7 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             rate=1000,
             train=f"--layers 16 --dim 2048 --heads 16 --kv-heads 4 --seq-len {32_768 * ranks} "
             "--dtype bfloat16",
-            blocks="--heads 32 16 8 --rows 4k 16k 32k --head-dim 128 --group 4",
+            blocks="--heads 32 16 8 --kv-heads 8 4 2 --rows 4k 16k 32k --head-dim 128",
             transports="symmetric p2p",
             beside="--one-gpu --torch cudnn flash",
         )
@@ -67,7 +67,7 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             slow="--seq-len 8192 --heads 16 --head-dim 64 --dtype bfloat16",
             rate=250,
             train="--layers 4 --dim 512 --heads 4 --kv-heads 2 --seq-len 16384 --dtype bfloat16",
-            blocks="--heads 32 8 --rows 1k 2k --head-dim 128 --group 4",
+            blocks="--heads 32 8 --kv-heads 8 2 --rows 1k 2k --head-dim 128",
             transports="symmetric p2p",
             kernel=KERNEL_OF_SHARED_GPUS,  # the blocks of others wait for each other
         )

@@ -46,6 +46,8 @@ class Pace:
 NOMINAL = Pace()
 
 
+ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+"""Bytes of a number, by the names of types that commands and files take."""
 HEAD_DIM_STEP = 8
 """Head sizes are multiples of it."""
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
+
+from .cost import ITEMSIZES
 
 BlockPass = Literal["forward", "merging", "backward", "adding"]
 """Into new accumulators (forward, backward) or into those that hold earlier blocks (merging, adding)."""
@@ -39,23 +41,43 @@ class BlockTime:
     adding: float
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for part in fields(self):
+            value = getattr(self, part.name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if field.name != "causal" and not (number and 0 < value < math.inf):
-                raise ValueError(f"kernel times: {field.name} of a block is {value!r}, but must be above 0")
+            if part.name != "causal" and not (number and 0 < value < math.inf):
+                raise ValueError(f"kernel times: {part.name} of a block is {value!r}, but must be above 0")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a table comes from, for people; empty where a file does not say it."""
+
+    device: str = ""
+    versions: str = ""
+    date: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join(part for part in (self.device, self.versions, self.date) if part)
 
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """The table of one kernel on one GPU."""
+    """The table of one kernel on one GPU, for inputs of one type."""
 
     kernel: str
     blocks: tuple[BlockTime, ...]
+    dtype: str | None = None
+    """Of q, k and v, as `cost.ITEMSIZES` names it; None where a file does not say it."""
+    where: Origin = field(default=Origin(), compare=False, repr=False)
+    """No part of what is planned: topologies are equal if their times are."""
 
     def __post_init__(self) -> None:
         if not self.blocks:
             raise ValueError("kernel times: there is no block in the table; give at least one")
+        if self.dtype is not None and self.dtype not in ITEMSIZES:
+            raise ValueError(
+                f"kernel times: dtype is {self.dtype!r}, but must be one of {', '.join(ITEMSIZES)}"
+            )
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> KernelTimes:
@@ -73,11 +95,20 @@ class KernelTimes:
             if missing:
                 raise ValueError(f"kernel times: block {number} has no {', '.join(missing)}")
             blocks.append(BlockTime(**{name: entry[name] for name in names}))
-        return cls(str(data.get("kernel", "unknown")), tuple(blocks))
+        where = data.get("where")
+        if not isinstance(where, Mapping):
+            where = {}
+        origin = Origin(**{part.name: str(where.get(part.name, "")) for part in fields(Origin)})
+        return cls(str(data.get("kernel", "unknown")), tuple(blocks), data.get("dtype"), origin)
+
+    def describe(self) -> str:
+        """Kernel, type, and where it was measured."""
+        return ", ".join(part for part in (self.kernel, self.dtype, str(self.where)) if part)
 
     def as_data(self) -> dict[str, Any]:
         """What ``read`` reads."""
-        return {"kernel": self.kernel, "block_us": [asdict(block) for block in self.blocks]}
+        said = {"kernel": self.kernel, "dtype": self.dtype, "where": asdict(self.where)}
+        return {**said, "block_us": [asdict(block) for block in self.blocks]}
 
     def us(
         self, what: BlockPass, *, heads: int, kv_heads: int, rows: int, keys: int, head_dim: int, causal: bool
@@ -93,6 +124,36 @@ class KernelTimes:
         rate = _at(by_heads, math.log(heads), slope=1.0)
         times = 0.5 if causal and full else 2.0 if not (causal or full) else 1.0
         return times * rows * keys * heads * head_dim / math.exp(rate)
+
+    def lacks(
+        self, *, heads: int, kv_heads: int, rows: int, keys: int, head_dim: int, causal: bool
+    ) -> tuple[str, ...]:
+        """What of a block lies outside of the table, so that ``us`` extrapolates it; between two entries of
+        the table it does not."""
+        kinds = {(block.head_dim, block.causal, block.heads > block.kv_heads) for block in self.blocks}
+        shared = heads > kv_heads
+        if (head_dim, causal, shared) not in kinds:
+            dims = sorted({dim for dim, _, _ in kinds})
+            if head_dim not in dims:
+                return (f"head size {head_dim} (the table has {', '.join(map(str, dims))})",)
+            how = "that share key/value heads" if shared else "with key/value heads of their own"
+            return (f"{'causal' if causal else 'full'} blocks of query heads {how}",)
+        curves, _ = self._curves("forward", head_dim, causal, shared)
+        numbers = [number for number, _ in curves]
+        found = []
+        if not numbers[0] <= heads <= numbers[-1]:
+            found.append(f"{heads} heads (the table has {numbers[0]} to {numbers[-1]})")
+        n = bisect_left(numbers, heads)
+        near = [curve for number, curve in curves if number == heads]
+        near = near or [curve for _, curve in curves[max(n - 1, 0) : n + 1]]
+        size = math.log(rows * keys) / 2
+        least, most = max(curve[0][0] for curve in near), min(curve[-1][0] for curve in near)
+        if not least - 1e-9 <= size <= most + 1e-9:
+            found.append(
+                f"{round(math.exp(size))} rows of {heads} heads (the table has {round(math.exp(least))} to "
+                f"{round(math.exp(most))})"
+            )
+        return tuple(found)
 
     @cached_property
     def best_flops_per_us(self) -> float:

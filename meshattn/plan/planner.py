@@ -47,10 +47,16 @@ class Question:
         )
         return sum(others, first)
 
+    def inner(self, cut: Cut, order: tuple[MeshAxis, ...] = ORDER) -> CallShape:
+        """What a rank computes at a time: all rows of its head axis, the heads of one group."""
+        if cut.heads == 1:
+            return self.shape
+        return inner_shape(self.shape, cut.heads, num_groups(self.shape, cut, self.topology, order))
+
     def kernels_us(self, cut: Cut, order: tuple[MeshAxis, ...] = ORDER) -> float:
         """Least time of the blocks of a rank."""
         groups = num_groups(self.shape, cut, self.topology, order)
-        inner = inner_shape(self.shape, cut.heads, groups) if cut.heads > 1 else self.shape
+        inner = self.inner(cut, order)
         times = block_times(self.topology.kernels, inner)
         half = 0 if inner.causal else 1
         pairs: tuple[tuple[BlockPass, BlockPass], ...] = (("forward", "merging"), ("backward", "adding"))

@@ -43,11 +43,16 @@ class Link:
     latency_us: float = 0.0
     sm_share: float = 0.0
     """Part of the GPU's multiprocessors that an exchange takes from kernels as long as it runs."""
+    copy_engines: bool = False
+    """Whether the GPUs' copy engines serve it, which pass chunks on while kernels are busy; other transports
+    wait for the kernels that were queued before."""
 
     def __post_init__(self) -> None:
         _check_number(self.gb_per_s, "gb_per_s of a link", 1e-9)
         _check_number(self.latency_us, "latency_us of a link", 0.0)
         _check_number(self.sm_share, "sm_share of a link", 0.0)
+        if not isinstance(self.copy_engines, bool):
+            raise ValueError(f"copy_engines of a link is {self.copy_engines!r}, but must be true or false")
         if not self.sm_share < 1:
             raise ValueError(f"sm_share of a link is {self.sm_share}, but must be from 0 up to below 1")
 
