@@ -19,6 +19,7 @@ from meshattn.plan.report import DIRECTIONS, RATIOS, Row, describe_step, rows_at
 WIDEST_PICTURE = 48
 MANY_BLOCKS = 2**13
 MOST_RANKS = 4096
+MOST = {"batch": 2**20, "seq_len": 2**40, "heads": 2**12, "head_dim": 2**14}
 MOST_BLOCKS = 2**15  # of all lists of `meshattn schedule`, some ten seconds
 
 
@@ -136,9 +137,11 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 def _shape(args: argparse.Namespace) -> CallShape:
     if not 1 <= args.ranks <= MOST_RANKS:
         raise ValueError(f"--ranks is {args.ranks}, but must be at least 1 and at most {MOST_RANKS}")
-    for name in ("batch", "seq_len", "heads", "head_dim"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least 1")
+    for name, most in MOST.items():
+        value = getattr(args, name)
+        if not 1 <= value <= most:
+            bound = "at least 1" if value < 1 else f"at most {most}"
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be {bound}")
     check_head_dim(args.head_dim)
     exact = "fp64" if args.dtype == "fp64" else "fp32"
     if args.reduce_dtype not in (None, args.dtype, exact):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from meshattn.calibrate import Sizes, calibrate
 from meshattn.cli import main
 from meshattn.plan.topology import Topology, load_topology
 from meshattn.testing import run_ranks
+from meshattn_kernels.reference import ReferenceKernel
 
-SIZES = Sizes(rows=(8, 16), heads=(2, 1), head_dim=8, messages=(2**10, 2**16))
+SIZES = Sizes(rows=(8, 16), heads=((6, 2), (1, 1)), head_dim=8, dtype="fp32", messages=(2**10, 2**16))
 
 
 def test_ranks_agree_on_a_topology_that_can_be_planned_with(tmp_path: Path) -> None:
@@ -20,13 +22,17 @@ def test_ranks_agree_on_a_topology_that_can_be_planned_with(tmp_path: Path) -> N
     topology = found[0]
     assert found == [topology] * 3 and isinstance(topology, Topology)
     assert (topology.name, topology.gpus_per_node, topology.inside.sm_share) == ("mine", 3, 0.0)
-    sizes = {(b.rows, b.heads, b.causal) for b in topology.kernels.blocks}
+    sizes = {(b.rows, b.heads, b.kv_heads, b.causal) for b in topology.kernels.blocks}
     assert sizes == {
-        (rows, heads, causal) for rows in (8, 16) for heads in (2, 1) for causal in (True, False)
+        (rows, *heads, causal) for rows in (8, 16) for heads in SIZES.heads for causal in (True, False)
     }
+    table = topology.kernels
+    assert (table.dtype, topology.inside.copy_engines) == ("fp32", False)
+    assert f"torch {torch.__version__}" in table.where.versions and table.where.device and table.where.date
     path = tmp_path / "cluster.json"
     path.write_text(topology.text())
-    assert load_topology(path) == topology
+    read = load_topology(path)
+    assert read == topology and read.kernels.where == table.where
     assert main(["plan", "--ranks", "3", "--heads", "3", "--topology", str(path)]) == 0
 
 
@@ -41,6 +47,21 @@ def test_parts_of_a_machine_can_be_nodes() -> None:
     assert run_ranks(2, measure, "gloo") == [1, 1]
     per_node = 3
     assert run_ranks(2, measure, "gloo") == ["3 ranks a node do not divide the 2 ranks"] * 2
+
+
+def test_the_type_asked_for_is_measured_and_said() -> None:
+    seen: list[torch.dtype] = []
+    forward = ReferenceKernel.forward
+
+    def spy(self: ReferenceKernel, q: torch.Tensor, *args: object, **options: object) -> None:
+        seen.append(q.dtype)
+        forward(self, q, *args, **options)  # type: ignore[arg-type]
+
+    sizes = replace(SIZES, rows=(8,), heads=((1, 1),), dtype="bf16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReferenceKernel, "forward", spy)
+        (found,) = run_ranks(1, lambda group: (calibrate(sizes, torch.device("cpu")), set(seen)), "gloo")
+    assert found[0].kernels.dtype == "bf16" and found[1] == {torch.bfloat16}
 
 
 def test_needs_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,11 +111,20 @@ def test_wide_matrix_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
         ("assignment --ranks 100000 --tile 1x100000", "at most 4096"),
         ("layouts --ranks 1000000", "at most 4096"),
         ("calibrate --out nowhere/x.json", "there is no folder nowhere"),
-        ("calibrate --out x.json --group 0", "--heads has 8, but must be a multiple of --group, which is 0"),
+        ("calibrate --out x.json --kv-heads 3 2", "--kv-heads has 3 for 8 of --heads, but must divide them"),
+        (
+            "calibrate --out x.json --kv-heads 4",
+            "--kv-heads has 1 numbers, but must have one for each of the 2",
+        ),
         ("calibrate --out x.json --head-dim 7", "--head-dim is 7, but must be a multiple of 8"),
         ("plan --ranks 6 --topology dgx-h200 --show 0", "--show is 0"),
         ("plan --ranks 6 --topology dgx-h200 --seq-len 1.5", "is not a whole number"),
         ("plan --ranks 6 --topology dgx-h200 --seq-len many", "is no number such as"),
+        (
+            "plan --ranks 6 --topology dgx-h200 --seq-len 1e30",
+            "--seq-len is 1000000000000000019884624838656, but",
+        ),
+        ("plan --ranks 6 --topology dgx-h200 --heads 4100", "--heads is 4100, but must be at most 4096"),
     ],
 )
 def test_wrong_arguments_end_with_code_2(
@@ -192,3 +201,29 @@ def test_plan_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pictures = [tmp_path / "matrix.png", tmp_path / "timeline.png"]
     out(capsys, f"{PLAN} --picture {pictures[0]} --timeline {pictures[1]}")
     assert all(picture.read_bytes()[1:4] == b"PNG" for picture in pictures)
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "measured"),
+    [
+        ("", "", ""),
+        ("--head-dim 80", "head size 80 (the table has 64, 128)", "--dtype bf16 --head-dim 80 --heads 4"),
+        ("--dtype fp32", "fp32 (the table has bf16)", "--dtype fp32 --head-dim 128 --heads 4"),
+        ("--heads 36 --kv-heads 36", "36 heads (the table has 1 to 32)", "--heads 36 --kv-heads 36"),
+        ("--seq-len 5M", "rows of 4 heads (the table has 128 to", "--rows 873814"),
+    ],
+    ids=["measured", "head-size", "type", "heads", "rows"],
+)  # fmt: skip
+def test_plan_says_what_it_extrapolates_and_what_measures_it(
+    capsys: pytest.CaptureFixture[str], options: str, said: str, measured: str
+) -> None:
+    """Also in JSON; and the command given is one that calibrate takes."""
+    command = f"plan --ranks 6 --seq-len 12k --heads 4 --topology dgx-h200 --heads-axis 1 {options}"
+    text, found = out(capsys, command), json.loads(out(capsys, f"{command} --json"))
+    assert ("Extrapolated from the kernel times (hopper, bf16, 1 x NVIDIA H200" in text) == bool(said)
+    assert said in " ".join(found["extrapolated"]) and bool(found["extrapolated"]) == bool(said)
+    assert measured in found["to_measure"] and found["to_measure"] in text
+    if said:
+        with pytest.raises(SystemExit):
+            main(found["to_measure"].split(" -m meshattn ")[1].split())
+        assert "calibrate measures ranks that torchrun starts" in capsys.readouterr().err

@@ -85,7 +85,8 @@ def _of_head(q: Tensor, k: Tensor, v: Tensor, do: Tensor, rows: Tensor, keys: Te
 
 def sampled_errors(samples: Samples, positions: Tensor, results: Mapping[str, Tensor]) -> dict[str, float]:
     """Largest error of a row and head of each result, relative to the length of the exact one; 0 where this
-    rank has none of the sampled rows.
+    rank has none of the sampled rows. Where the exact one is zero but for rounding, as dq of the row that
+    sees one key alone, the longest of this head stands for it.
 
     Args:
         positions: [L], of the rows of this rank, rising.
@@ -97,7 +98,10 @@ def sampled_errors(samples: Samples, positions: Tensor, results: Mapping[str, Te
         place = torch.searchsorted(positions, wanted).clamp(max=len(positions) - 1)
         mine = positions[place] == wanted
         exact = samples.exact[name][mine]
-        apart = (tensor[0, place[mine]].double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+        length = exact.norm(dim=-1)
+        longest = samples.exact[name].norm(dim=-1).max(0).values
+        length = torch.where(length > 1e-9 * longest, length, longest)
+        apart = (tensor[0, place[mine]].double() - exact).norm(dim=-1) / length
         errors[name] = float(apart.max()) if apart.numel() else 0.0
     return errors
 

@@ -70,6 +70,20 @@ def test_a_wrong_row_is_noticed_by_the_rank_that_has_it(
             assert errors[name] == pytest.approx(0.01)
 
 
+def test_the_first_row_is_held_against_the_length_of_others(
+    inputs: tuple[Tensor, ...], dense: dict[str, Tensor]
+) -> None:
+    """It sees one key, so that its dq is zero, of which no error is a part."""
+    samples = sample(inputs, spread=5, last=S, num_keys=7)
+    assert samples.rows[0] == 0 and not dense["dq"][0, 0].any()
+    everywhere = torch.arange(S)
+    assert max(sampled_errors(samples, everywhere, dense).values()) < 1e-9
+    longest = dense["dq"][0, :, 1].norm(dim=-1).max()
+    spoilt = dense["dq"].clone()
+    spoilt[0, 0, 1, 3] = 0.01 * longest
+    assert sampled_errors(samples, everywhere, dense | {"dq": spoilt})["dq"] == pytest.approx(0.01)
+
+
 @pytest.mark.parametrize("name", ["dk", "dv"])
 def test_sums_over_all_keys_hold_and_notice_a_key_that_no_sample_has(
     inputs: tuple[Tensor, ...], dense: dict[str, Tensor], name: str

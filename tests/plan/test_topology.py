@@ -48,6 +48,8 @@ def data(**changes: Any) -> dict[str, Any]:
         ({"between": {"gb_per_s": 5, "sm_share": 1}}, "sm_share of a link is 1"),
         ({"kernels": "h999"}, "kernels 'h999': there is no such table"),
         ({"kernels": {"block_us": []}}, "no block in the table"),
+        ({"kernels": {**FLAT.as_data(), "dtype": "int8"}}, "dtype is 'int8', but must be one of bf16, fp16"),
+        ({"inside": {"gb_per_s": 5, "copy_engines": "yes"}}, "copy_engines of a link is 'yes'"),
         ({"kernels": {"block_us": [{"rows": 4}]}}, "block 0 has no head_dim"),
         ({"inside": {"gb_per_s": "370"}}, "gb_per_s of a link is '370'"),
         ({"inside": {"gb_per_s": 1e-320}}, "gb_per_s of a link is 1e-320"),
@@ -149,3 +151,48 @@ def test_a_mask_that_the_table_lacks_has_the_rate_of_the_other() -> None:
 def test_text_keeps_numbers() -> None:
     assert Topology.read(json.loads(cluster(7, start_us=1.5).text())) == cluster(7, start_us=1.5)
     assert math.isclose(FLAT.best_flops_per_us, 4 * RATE)
+
+
+def test_files_from_before_types_were_written_are_read() -> None:
+    old = data()
+    old["kernels"] = {"kernel": "flat", "block_us": FLAT.as_data()["block_us"]}
+    old["inside"] = {"gb_per_s": 3.0}
+    table = Topology.read(old).kernels
+    assert (table.dtype, str(table.where), table.describe()) == (None, "", "flat")
+    assert table == FLAT
+
+
+def test_where_times_come_from_is_kept_and_changes_no_plan() -> None:
+    data = FLAT.as_data() | {"dtype": "fp16", "where": {"device": "a GPU", "versions": "v 1", "more": 2}}
+    table = KernelTimes.read(data)
+    assert (
+        table.describe() == "flat, fp16, a GPU, v 1"
+        and KernelTimes.read(table.as_data()).where == table.where
+    )
+    assert table == KernelTimes.read({**data, "where": {"device": "another"}}) != FLAT
+
+
+def test_a_table_lacks_what_lies_outside_of_its_sizes() -> None:
+    """And nothing between them, nor what it has."""
+    table = KernelTimes("growing", (*(growing(r, h) for r in (64, 256) for h in (2, 8)), growing(1024, 2)))
+    sizes: dict[str, Any] = {
+        "heads": 4,
+        "kv_heads": 4,
+        "rows": 100,
+        "keys": 100,
+        "head_dim": 128,
+        "causal": True,
+    }
+    for inside in ({}, {"heads": 8, "kv_heads": 8}, {"rows": 64, "keys": 64}, {"rows": 16, "keys": 1024},
+                   {"heads": 2, "kv_heads": 2, "rows": 1024, "keys": 1024}):  # fmt: skip
+        assert table.lacks(**sizes | inside) == ()
+    for outside, says in (
+        ({"heads": 16, "kv_heads": 16}, "16 heads (the table has 2 to 8)"),
+        ({"rows": 512, "keys": 512}, "512 rows of 4 heads (the table has 64 to 256)"),
+        ({"rows": 32, "keys": 64}, "45 rows of 4 heads"),
+        ({"head_dim": 64}, "head size 64 (the table has 128)"),
+        ({"causal": False}, "full blocks of query heads with key/value heads of their own"),
+        ({"kv_heads": 2}, "causal blocks of query heads that share key/value heads"),
+    ):
+        (found,) = table.lacks(**sizes | outside)
+        assert says in found
