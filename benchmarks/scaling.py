@@ -6,7 +6,7 @@
 Everything runs on the same emulator over the same links with the same measured kernels: forward and backward
 of one attention layer, 32 heads of 128, bfloat16, partial results too (which is cheaper here for every
 method). Every method takes the best of its cuts and placements (beyond 256 GPUs of the ``MOST`` with the
-least bounds).
+least bounds) whose blocks have been measured: no kernel time is extrapolated.
 """
 
 from __future__ import annotations
@@ -131,12 +131,13 @@ def is_measured(inner: CallShape, kernels: KernelTimes) -> bool:
 
 
 def figures(case: Case, method: str, reduce_itemsize: int) -> Figures | None:
-    """None where the method cannot be used."""
+    """None where the method cannot be used, or where the time of none of its blocks has been measured."""
     topology, shape = case.topology(), case.shape(reduce_itemsize)
     if method == "double ring":
-        return _double_ring(case, shape, topology)
+        return _double_ring(case, shape, topology) if is_measured(shape, topology.kernels) else None
     question = Question(case.ranks, shape, topology)
-    choice = candidates(method, case.ranks, topology.gpus_per_node)
+    every = candidates(method, case.ranks, topology.gpus_per_node)
+    choice = [each for each in every if is_measured(question.inner(*each), topology.kernels)]
     if not choice:
         return None
     found = rank_candidates(question, choice, at_most=MOST if case.ranks > 256 else None)

@@ -40,12 +40,12 @@ def _entries(direction: Direction, shape: CallShape, tile: Tile, topology: Topol
         outer = next(numbers)
         last_turn = turn == tile.b - 1
         if not last_turn:
-            yield Exchange(outer, f"kv {turn} out", "col", -1, chunk)
+            yield Exchange(outer, f"kv {turn} out", "col", -1, chunk, made=False)
         behind: int | None = None  # partials on their way to the next GPU
         for place in range(tile.a):
             onward = next(numbers)
             if place < tile.a - 1:
-                yield Exchange(onward, f"kv {turn}.{place}", "row", -1, chunk)
+                yield Exchange(onward, f"kv {turn}.{place}", "row", -1, chunk, made=False)
             yield block
             if behind is not None:
                 yield Wait(behind)

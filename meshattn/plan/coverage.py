@@ -49,7 +49,7 @@ def coverage(question: Question, found: Sequence[Prediction], dtype: str) -> Cov
         {(shape.batch * shape.heads, shape.batch * shape.kv_heads) for shape in blocks}, reverse=True
     )
     sizes = sorted({shape.rows for shape in blocks})
-    options = {
+    options: dict[str, Sequence[object]] = {
         "--dtype": [dtype],
         "--head-dim": [max(question.shape.head_dim, question.shape.head_dim_v)],
         "--heads": [number for number, _ in heads],

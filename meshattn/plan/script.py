@@ -33,6 +33,8 @@ from .schedule import Transfer as ListTransfer
 from .topology import Topology
 
 PerRank = tuple[float, ...]
+Slot = tuple[MeshAxis, int]
+"""Of the chunks of an axis, by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ class Exchange:
     """One message sent to the rank at ``offset`` along an axis, and one received from -``offset``.
 
     ``sends`` says which ranks send, where not all do. ``behind`` exchanges start with the one before and pay
-    no latency of their own.
+    no latency of their own. Unless ``made``, what is sent was there at the start or came by an exchange that
+    has been waited for, and copy engines need not wait for the kernels queued before, but for the `Free` of
+    ``slot`` at the receiver, if there is one.
     """
 
     number: int
@@ -60,6 +64,15 @@ class Exchange:
     num_bytes: int
     sends: tuple[bool, ...] | None = None
     behind: bool = False
+    made: bool = True
+    slot: Slot | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """The kernels queued before were the last to use a slot that a later exchange fills again."""
+
+    slot: Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +82,7 @@ class Wait:
     number: int
 
 
-Entry = Kernel | Exchange | Wait
+Entry = Kernel | Exchange | Wait | Free
 
 
 @dataclass(frozen=True)
@@ -203,13 +216,14 @@ class _Maker:
         """All of a pass; exchanges are numbered from ``first_number`` on."""
         shape, schedule, direction = self.shape, self.schedule, self.schedule.direction
         begun: set[tuple[str, int]] = set()
+        started: set[bool] = set()
         placement = self.placement
         crossing = {axis for axis in ORDER if placement.cut.size(axis) > 1} - placement.inside_axes
         own, results = _own_bytes(direction, shape, frozenset(crossing))
         yield self._memory("pack", own)
-        for step in schedule.steps:
-            for number in step.waits:
-                yield Wait(first_number + number)
+        for number, step in enumerate(schedule.steps):
+            for waited in step.waits:
+                yield Wait(first_number + waited)
             for merge in step.merges:
                 # Reads both partials and writes one.
                 moved = 2 * accumulator_bytes(merge.payload, shape) + payload_bytes(merge.payload, shape)
@@ -219,13 +233,31 @@ class _Maker:
                     payload = transfer.payload
                     moved = accumulator_bytes(payload, shape) + payload_bytes(payload, shape)
                     yield self._memory(f"cast {payload}", moved)
-                yield self._exchange(transfer, first_number)
+                exchange = self._exchange(transfer, first_number)
+                inside = transfer.axis in placement.inside_axes
+                # The first one waits for what stood there before the pass.
+                yield exchange if inside in started else replace(exchange, made=True)
+                started.add(inside)
             for block in step.blocks:
                 lines = [("row", block.row)] + ([("col", block.col)] if direction == "backward" else [])
                 added = any(line in begun for line in lines)
                 begun.update(lines)
                 yield self._block(block, added)
+            yield from map(Free, self._freed[number])
         yield self._memory("finish", results)
+
+    @cached_property
+    def _freed(self) -> list[list[Slot]]:
+        """By step: slots that were used for the last time and are filled again."""
+        freed: list[list[Slot]] = [[] for _ in self.schedule.steps]
+        last: dict[Slot, int] = {}
+        for transfer in self.schedule.transfers:
+            if transfer.inward:
+                slot: Slot = transfer.axis, transfer.recv_slot
+                if slot in last:
+                    freed[last[slot]].append(slot)
+                last[slot] = transfer.last_use
+        return freed
 
     def _memory(self, name: str, num_bytes: int) -> Kernel:
         return Kernel(name, num_bytes / (1e3 * self.topology.memory_gb_per_s), steady=True)
@@ -267,6 +299,8 @@ class _Maker:
             offset=transfer.offset,
             num_bytes=payload_bytes(transfer.payload, self.shape),
             sends=sends,
+            made=not transfer.inward,
+            slot=(transfer.axis, transfer.recv_slot) if transfer.inward else None,
         )
 
 

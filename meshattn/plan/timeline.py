@@ -2,12 +2,15 @@
 
 Every rank has a stream of kernels and, for the axes inside a node and for the others, a stream of exchanges,
 as the library's transports have. An exchange starts when both ends have come to it (their kernels listed
-before it have ended, for which copy engines wait with partial results alone, so that times inside a node are
-rather too long; their streams of exchanges are free; between nodes both directions of an exchange end
+before it have ended, their streams of exchanges are free; between nodes both directions of an exchange end
 together) and when the port of the sender out and that of the receiver in are free. It takes the latency and
 its bytes over the bandwidth: of the port inside a node, else of the network card, in equal parts for the
 ranks that share the card and send over it in this pass. The host queues one thing after the other and waits
 for nothing.
+
+Copy engines (``copy_engines`` of the link inside a node) have all that they do on one stream in the order of
+the list, arrivals too. What kernels have made waits for them as above; other chunks go on while kernels are
+busy, as soon as the slot that they fill is free.
 
 Everything is used in the order of the list, so that every time is a maximum of sums of costs: no time falls
 if a cost rises, and equal inputs give equal times. Where all blocks cost the same, ranks whose neighbours
@@ -21,8 +24,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .placement import MeshAxis
-from .script import Exchange, Kernel, Script, Wait
-from .topology import Topology
+from .script import Exchange, Kernel, Script, Slot, Wait
+from .topology import Link, Topology
 
 Key = tuple[MeshAxis, int]
 """An axis and an offset along it."""
@@ -124,11 +127,12 @@ def run(script: Script, topology: Topology, *, record: bool = False) -> Timeline
 class _Stream:
     """Exchanges of the axes inside a node, or of the others."""
 
-    def __init__(self, lane: str, size: int, *, paired: bool, sm_share: float) -> None:
+    def __init__(self, lane: str, size: int, *, paired: bool, link: Link | None) -> None:
         self.lane = lane
         self.free = [0.0] * size
         self.paired = paired  # both directions of an exchange end together, and need both ends' streams
-        self.sm_share = sm_share
+        self.sm_share = 0.0 if link is None else link.sm_share
+        self.copies = link is not None and link.copy_engines and not paired
 
 
 class _Run:
@@ -143,10 +147,8 @@ class _Run:
         self.host = 0.0
         self.port_out = [0.0] * self.size
         self.port_in = [0.0] * self.size
-        node = _Stream("node", self.size, paired=False, sm_share=topology.inside.sm_share)
-        between = topology.between
-        share = between.sm_share if between is not None else 0.0
-        net = _Stream("net", self.size, paired=True, sm_share=share)
+        node = _Stream("node", self.size, paired=False, link=topology.inside)
+        net = _Stream("net", self.size, paired=True, link=topology.between)
         inside = fabric.placement.inside_axes
         self.stream = {key: node if key[0] in inside else net for key in fabric.keys}
         self.to = {key: [kind[fabric.to[key][rank]] for rank in fabric.ranks] for key in fabric.keys}
@@ -164,6 +166,8 @@ class _Run:
             for key in fabric.keys
         }
         self.done: dict[int, list[float]] = {}  # by exchange: when both halves have ended, on each rank
+        self.copied: dict[int, tuple[_Stream, list[float]]] = {}  # and when it came, by copy engines
+        self.freed: dict[Slot, list[float]] = {}
         self.crowding: dict[int, _Stream] = {}
         self.events: list[Event] = []
 
@@ -173,8 +177,10 @@ class _Run:
                 self._kernel(entry)
             elif isinstance(entry, Exchange):
                 self._exchange(entry)
-            else:
+            elif isinstance(entry, Wait):
                 self._wait(entry)
+            else:
+                self.freed[entry.slot] = self.now
         assert not self.done, f"exchanges {sorted(self.done)} are never waited for"
         return Timeline(
             script=self.script,
@@ -214,6 +220,11 @@ class _Run:
         stream, source, link, crosses = self.stream[key], self.source[key], self.link[key], self.crosses[key]
         free, port_out, port_in, host = stream.free, self.port_out, self.port_in, self.host
         ready = [now if now > host else host for now in self.now]
+        if stream.copies:
+            if not entry.made:
+                ready = [host] * self.size
+            freed = None if entry.slot is None else self.freed.pop(entry.slot, None)
+            ready = _later(_later(ready, free), freed or free)
         ends = [0.0] * self.size  # of what each rank sends
         for rank, peer in enumerate(self.to[key]):
             if entry.sends is not None and not entry.sends[rank]:
@@ -237,11 +248,20 @@ class _Run:
             if end := ends[rank]:
                 port_out[rank] = port_in[self.to[key][rank]] = end
         self.done[entry.number] = done
+        if stream.copies:
+            self.copied[entry.number] = stream, arrivals
         if stream.sm_share:
             self.crowding[entry.number] = stream
 
     def _wait(self, entry: Wait) -> None:
-        self.now = _later(self.now, self.done.pop(entry.number))
+        done = self.done.pop(entry.number)
+        if entry.number in self.copied:  # who receives waits for all that the stream had to do before
+            stream, arrivals = self.copied.pop(entry.number)
+            stream.free = _later(stream.free, arrivals)
+            done = [
+                free if came else end for free, came, end in zip(stream.free, arrivals, done, strict=True)
+            ]
+        self.now = _later(self.now, done)
         self.crowding.pop(entry.number, None)
 
     def _pass(self, number: int, us: Sequence[float]) -> None:

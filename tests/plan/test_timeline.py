@@ -15,10 +15,13 @@ from meshattn.plan.kernel_times import KernelTimes
 from meshattn.plan.links import _counts, link_use
 from meshattn.plan.placement import ORDER, Cut, MeshAxis, Placement
 from meshattn.plan.script import (
+    Entry,
     Exchange,
+    Free,
     Kernel,
     Mask,
     Script,
+    Slot,
     Wait,
     block_times,
     num_groups,
@@ -54,7 +57,7 @@ def emulate(
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_never_faster_than_kernels_or_the_busiest_link(direction: Direction, cut: Cut) -> None:
     for between, nics in ((1.0, 1), (1.0, 2), (50.0, 2), (1000.0, 1)):
-        topology = cluster(4, between=between, gpus_per_nic=nics)
+        topology = cluster(4, between=between, gpus_per_nic=nics, copy_engines=nics == 2)
         timeline = emulate(direction, cut, topology)
         use = link_use(direction, call(500), timeline.script.placement, topology)
         kernels = sum(
@@ -78,6 +81,30 @@ def test_a_ring_with_equal_links_is_the_hand_formula(gb_per_s: float) -> None:
     assert by_hand * (1 - 1e-6) <= time <= (by_hand + spare) * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("gb_per_s", [0.5, 3.0, 20.0, 70.0])
+def test_copy_engines_expose_no_hop_of_a_ring_but_the_first(gb_per_s: float) -> None:
+    """Where hops take longer than blocks they follow each other; else every one has come when it is wanted,
+    as long as there is a slot for it."""
+    topology = cluster(16, inside=gb_per_s, latency_us=3.0, copy_engines=True)
+    shape, ranks = call(500), 7
+    first, more = (block_times(topology.kernels, shape)[what][1] for what in ("forward", "merging"))
+    hop = topology.inside.latency_us + payload_bytes("kv", shape) / (1e3 * gb_per_s)
+    by_hand = max(first + (ranks - 1) * more, (ranks - 1) * hop + more)
+    assert emulate("forward", Cut(1, Tile(1, ranks)), topology).total_us == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize("cut", CUTS[:2], ids=str)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_copy_engines_make_no_chain_slower(direction: Direction, cut: Cut) -> None:
+    """Tiles they may: all copies of a rank stand on one stream, arrivals too."""
+    for inside, gpus in ((100.0, 4), (5.0, 4), (5.0, 48), (1.0, 48)):
+        times = [
+            emulate(direction, cut, cluster(gpus, inside=inside, latency_us=2.0, copy_engines=which)).total_us
+            for which in (False, True)
+        ]
+        assert times[1] <= times[0] * (1 + 1e-9)
+
+
 def test_a_ring_is_as_slow_as_its_slowest_hop() -> None:
     inside = cluster(16, inside=1.0)
     mixed = cluster(4, inside=100.0, between=1.0)
@@ -85,25 +112,28 @@ def test_a_ring_is_as_slow_as_its_slowest_hop() -> None:
     assert emulate("forward", cut, mixed).total_us == pytest.approx(emulate("forward", cut, inside).total_us)
 
 
+@pytest.mark.parametrize("copies", [False, True], ids=["kernels-first", "copy-engines"])
 @pytest.mark.parametrize("cut", CUTS[2:5], ids=str)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_no_time_falls_where_a_cost_rises(direction: Direction, cut: Cut) -> None:
+def test_no_time_falls_where_a_cost_rises(direction: Direction, cut: Cut, copies: bool) -> None:
     """With the list as it is: another cluster may have another list."""
     base = {"inside": 20.0, "between": 4.0, "latency_us": 1.0, "start_us": 0.1}
     for name in base:
         totals = []
         for factor in (1.0, 1.3, 2.0, 5.0):
             changed = {**base, name: base[name] * factor}
-            totals.append(emulate(direction, cut, cluster(4, **changed), paced=False).total_us)
+            topology = cluster(4, **changed, copy_engines=copies)
+            totals.append(emulate(direction, cut, topology, paced=False).total_us)
         if name in ("inside", "between"):
             totals.reverse()
         assert totals == sorted(totals), name
         assert name in ("inside", "start_us") or totals[0] < totals[-1], name
 
 
+@pytest.mark.parametrize("copies", [False, True], ids=["kernels-first", "copy-engines"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_following_one_rank_of_a_kind_is_exact(cut: Cut) -> None:
-    topology = cluster(3, between=7.0, latency_us=1.0, gpus_per_nic=2)
+def test_following_one_rank_of_a_kind_is_exact(cut: Cut, copies: bool) -> None:
+    topology = cluster(3, between=7.0, latency_us=1.0, gpus_per_nic=2, copy_engines=copies)
     script = pass_script("backward", call(300), cut, topology)
     kinds = run(script, topology)
     entries = tuple(
@@ -230,9 +260,9 @@ def test_the_first_block_of_a_line_is_cheaper_than_one_that_adds() -> None:
         assert kernels("backward", tile) == pytest.approx(new + 5 * more)
 
 
-def played(gpus_per_node: int, tile: Tile, *entries: Kernel | Exchange | Wait) -> list[float]:
+def played(gpus_per_node: int, tile: Tile, *entries: Entry, copy_engines: bool = False) -> list[float]:
     """When each rank ends; a GB/s is a thousand bytes a microsecond, latency 1, exchanges move 5000 bytes."""
-    topology = cluster(gpus_per_node, inside=1.0, between=1.0, latency_us=1.0)
+    topology = cluster(gpus_per_node, inside=1.0, between=1.0, latency_us=1.0, copy_engines=copy_engines)
     placement = Placement(Cut(1, tile), ("row", "col", "heads"), gpus_per_node)
     timeline = run(Script("by hand", placement, entries, shares=False), topology)
     return [timeline.end_us[kind] for kind in timeline.kind]
@@ -247,6 +277,56 @@ def test_an_exchange_waits_for_both_ends_and_holds_both_up(gpus_per_node: int) -
     work = Kernel("work", (1.0, 10.0, 2.0))
     # Rank 2 sends to rank 1, which comes to it at 10; rank 0 has no part in it.
     assert played(gpus_per_node, Tile(1, 3), work, only(0, "col", -1, 3, 2), Wait(0)) == [1.0, 16.0, 16.0]
+
+
+SLOT: Slot = ("col", 1)
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["kernels-first", "copy-engines"])
+def test_copy_engines_pass_on_what_kernels_did_not_make(copies: bool) -> None:
+    """What came at 6 is used by a kernel until 16 and goes on at once; what that kernel made waits for it."""
+    work = Kernel("work", 10.0)
+    for made, done in ((False, 16.0 if copies else 22.0), (True, 22.0)):
+        first, onward = (Exchange(n, "x", "col", -1, 5000, made=made) for n in range(2))
+        ends = played(3, Tile(1, 3), first, Wait(0), work, onward, Wait(1), copy_engines=copies)
+        assert ends == [done] * 3
+
+
+def test_a_chunk_waits_for_the_slot_that_it_fills_and_for_no_later_kernel() -> None:
+    first, second = (Exchange(n, "x", "col", -1, 5000, made=False, slot=SLOT) for n in range(2))
+    work, more, wait = Kernel("work", 10.0), Kernel("more", 2.0), Wait(1)
+    for last_uses, done in (
+        ((work, Free(SLOT), more), 22.0),
+        ((work, more, Free(SLOT)), 24.0),
+        ((work, more), 18.0),
+    ):
+        assert (
+            played(3, Tile(1, 3), first, Wait(0), *last_uses, second, wait, copy_engines=True) == [done] * 3
+        )
+
+
+def test_who_waits_for_an_arrival_has_made_all_copies_queued_before() -> None:
+    """They stand on one stream: rank 1 sends until 12, though what it waits for came at 6."""
+    own, more = Exchange(0, "x", "col", -1, 5000, made=False), only(1, "col", -1, 3, 1)
+    assert played(3, Tile(1, 3), own, more, Wait(0), Wait(1), copy_engines=True) == [12.0, 12.0, 6.0]
+
+
+def test_chunks_of_a_chain_wait_for_slots_that_are_filled_again() -> None:
+    topology, cut = cluster(16, copy_engines=True), Cut(1, Tile(1, 9))
+    script = pass_script("forward", call(300), cut, topology)
+    freed = [entry.slot for entry in script.entries if isinstance(entry, Free)]
+    filled = [entry.slot for entry in script.entries if isinstance(entry, Exchange) and entry.slot]
+    assert len(filled) == 8 and len(set(filled)) == 3 and len(freed) == 8 - 3 and set(freed) <= set(filled)
+    held: set[Slot] = set()
+    for entry in script.entries:
+        if isinstance(entry, Exchange) and entry.slot:
+            assert entry.slot not in held
+            held.add(entry.slot)
+        elif isinstance(entry, Free):
+            held.remove(entry.slot)
+    assert not any(
+        isinstance(e, Free) for e in pass_script("forward", call(9), Cut(1, Tile(3, 3)), topology).entries
+    )
 
 
 @pytest.mark.parametrize("gpus_per_node", [1, 3], ids=["across", "inside"])

@@ -34,12 +34,13 @@ def cluster(
     start_us: float = 0.0,
     sm_share: float = 0.0,
     memory_gb_per_s: float = 1e9,
+    copy_engines: bool = False,
 ) -> Topology:
     """Merges and copies cost nothing by default."""
     return Topology(
         name="test",
         gpus_per_node=gpus_per_node,
-        inside=Link(inside, latency_us),
+        inside=Link(inside, latency_us, copy_engines=copy_engines),
         between=Link(between, latency_us, sm_share),
         kernels=FLAT,
         gpus_per_nic=gpus_per_nic,
