@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,26 @@ class RankMismatchError(ValueError):
     """The ranks of a mesh were called with different arguments; the message names who differs and in what."""
 
 
+class OneThread:
+    """Lets one thread at a time into the calls of a mesh; to be used with ``with``.
+
+    The calls have one order, the same on all ranks, and the buffers of a mesh belong to one of them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise ValueError(
+                "another thread is in a call on this mesh: calls have one order, the same on all ranks, so "
+                "make them in one thread, or build a mesh for each"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class Agreement:
     """Compares the calls of all ranks of one mesh.
 
@@ -60,6 +81,7 @@ class Agreement:
         self._ranks = sorted(ranks)
         self._timeout = timeout
         self._round = 0
+        self.one_thread = OneThread()
         self.calls = 0
         self.compared = 0
         self._counts: Counter[str] = Counter()

@@ -75,14 +75,14 @@ class _Attention(torch.autograd.Function):
         origins = kept[:3]
         if ctx.call.split.ranks > 1:
             kept = kept[3:]
-        # Ranks that came to their backward passes in another order would add up each other's gradients.
-        before = ctx.mesh.agreement.calls - ctx.number
-        error = _refused_gradient(ctx.call.inner.kernel.name, dlse)
-        ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it"}, error)
         do = torch.zeros_like(out) if do is None else as_written(do)  # None: only lse is used
         dlse = None if dlse is None else as_written(dlse)
         work = partial(heads.backward, ctx.call, kept, out, lse, do, dlse, sinks, ctx.seed)
-        with torch.no_grad():
+        with ctx.mesh.agreement.one_thread, torch.no_grad():
+            # Ranks that came to their backward passes in another order would add up each other's gradients.
+            before = ctx.mesh.agreement.calls - ctx.number
+            error = _refused_gradient(ctx.call.inner.kernel.name, dlse)
+            ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it"}, error)
             grads = _in_engine_room(ctx.mesh, ctx.call, work)
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients
             sources = [x for x in (*origins, sinks, do, dlse) if x is not None]

@@ -66,6 +66,29 @@ def attend(
     mesh = seq.mesh
     mesh.require_open()
     keys = seq if kv_seq is None else kv_seq
+    with mesh.agreement.one_thread:
+        call = _agreed(name, q, k, v, seq, keys, sinks, dropout_seed, options)
+        seed = 0 if call.inner.dropout is None else mesh.dropout_seeds.next(dropout_seed, q.device)
+        q, k, v = autocast(q, k, v)
+        q, k, v = seq.without_gaps(q), keys.without_gaps(k), keys.without_gaps(v)
+        out, lse = differentiable_attention(q, k, v, sinks, mesh, call, seed)
+    out = seq.without_gaps(out)
+    return (out, lse) if options.return_lse else out
+
+
+def _agreed(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq: ShardedSequence,
+    keys: ShardedSequence,
+    sinks: Tensor | None,
+    dropout_seed: int | None,
+    options: Options,
+) -> HeadCall:
+    """The planned call, on which all ranks agree. Collective."""
+    kv_seq = None if keys is seq else keys  # the sequence would keep itself alive
     looks = _looks(name, q, k, v, kv_seq, sinks, dropout_seed, options)
     ready: _Ready | None = None
     try:
@@ -77,13 +100,8 @@ def attend(
         if len(seq.ready) > _KEPT_CALLS:
             seq.ready.popitem(last=False)
     else:
-        mesh.agreement.enter(name, _sequences(seq, keys) | ready.statement)
-    seed = 0 if ready.call.inner.dropout is None else mesh.dropout_seeds.next(dropout_seed, q.device)
-    q, k, v = autocast(q, k, v)
-    q, k, v = seq.without_gaps(q), keys.without_gaps(k), keys.without_gaps(v)
-    out, lse = differentiable_attention(q, k, v, sinks, mesh, ready.call, seed)
-    out = seq.without_gaps(out)
-    return (out, lse) if options.return_lse else out
+        seq.mesh.agreement.enter(name, _sequences(seq, keys) | ready.statement)
+    return ready.call
 
 
 def _looks(

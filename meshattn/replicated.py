@@ -48,11 +48,12 @@ class _Replicated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         mesh: AttentionMesh = ctx.mesh
-        mesh.agreement.enter("the gradient of a replicated weight", {"gradient": words_of(gradient)})
-        try:
-            parts = mesh.connection.transport.all_gather(as_written(gradient).contiguous())
-        except TransportError as failure:
-            raise mesh.explain(failure) from failure
+        with mesh.agreement.one_thread:
+            mesh.agreement.enter("the gradient of a replicated weight", {"gradient": words_of(gradient)})
+            try:
+                parts = mesh.connection.transport.all_gather(as_written(gradient).contiguous())
+            except TransportError as failure:
+                raise mesh.explain(failure) from failure
         total = torch.zeros_like(gradient, dtype=accumulator_dtype(gradient.dtype))
         for part in parts:
             total += part

@@ -156,11 +156,12 @@ class ShardedSequence:
             stated["tensor"] = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
         except Exception as failure:  # whatever it is, the other ranks must not wait for this one
             error = failure
-        self.mesh.agreement.enter("unshard", stated, error)
-        try:
-            parts = self.mesh.connection.transport.all_gather(as_written(tensor).contiguous())
-        except TransportError as failure:
-            raise self.mesh.explain(failure) from failure
+        with self.mesh.agreement.one_thread:
+            self.mesh.agreement.enter("unshard", stated, error)
+            try:
+                parts = self.mesh.connection.transport.all_gather(as_written(tensor).contiguous())
+            except TransportError as failure:
+                raise self.mesh.explain(failure) from failure
         shape = list(tensor.shape)
         shape[dim] = self.seq_len
         whole = tensor.new_empty(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -327,3 +328,41 @@ def test_the_first_number_that_differs_is_named() -> None:
     assert first == second
     for pair, words in expected.items():
         assert words in first[pair] and "same" not in first[pair].removesuffix(_RULE)
+
+
+def test_a_second_thread_in_a_call_is_refused() -> None:
+    """Whatever it does: calls have one order, and buffers. The first one goes on, and calls inside calls."""
+
+    def on_rank(group: Any) -> tuple[Tensor, Tensor, list[str]]:
+        mesh = ma.init_attention_mesh(group)
+        earlier, weight = attend(mesh), torch.ones(3, requires_grad=True)
+        whole = ma.replicated(weight, mesh)
+        texts = []
+
+        def refused(call: Call) -> None:
+            with pytest.raises(ValueError) as info:
+                call(mesh)
+            texts.append(str(info.value))
+
+        def pack(x: Tensor) -> Tensor:  # PyTorch calls it inside of the second call
+            if not texts:
+                for call in (
+                    attend,
+                    unshard,
+                    lambda _: earlier.sum().backward(),
+                    lambda _: whole.sum().backward(),
+                ):
+                    thread = Thread(target=refused, args=(call,))
+                    thread.start()
+                    thread.join()
+                unshard(mesh)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = attend(mesh)
+        out.sum().backward()
+        return out, earlier, texts
+
+    for out, earlier, texts in run_ranks(2, on_rank):
+        assert torch.equal(out, earlier) and len(texts) == 4
+        assert all(text.startswith("another thread is in a call on this mesh") for text in texts)
