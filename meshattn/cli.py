@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from meshattn import __version__
 from meshattn.advice import NEAR, compare_layouts
-from meshattn.cli_plan import add_calibrate, add_plan, calibrate_command, check_head_dim, plan_command, size
+from meshattn.command.arguments import check_head_dim, size
+from meshattn.command.calibrate import add_calibrate, calibrate_command
+from meshattn.command.plan import add_plan, plan_command
 from meshattn.plan.assignment import Assignment, Tile, tiles
 from meshattn.plan.cost import ITEMSIZES, CallShape, choose_tile, costs
 from meshattn.plan.greedy import build

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshattn.calibrate import Sizes, calibrate
 from meshattn.cli import main
+from meshattn.command.measure import Sizes, calibrate
 from meshattn.plan.topology import Topology, load_topology
 from meshattn.testing import run_ranks
 from meshattn_kernels.reference import ReferenceKernel

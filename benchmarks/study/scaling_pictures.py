@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from meshattn.pictures import draw_timeline
+from meshattn.command.pictures import draw_timeline
 from meshattn.plan.timeline import Timeline
 from scaling import TOKENS
 
