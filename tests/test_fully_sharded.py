@@ -1,4 +1,4 @@
-"""Data-parallel groups of meshes under PyTorch's fully sharded wrapper, as docs/usage.md shows it."""
+"""Data-parallel groups of meshes under PyTorch's fully sharded wrapper, as docs/training.md shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The figures of the README are those that the code gives; the planned ones are recomputed here."""
+"""The figures of the README are those of the code or of a report: planned ones are recomputed here, measured
+ones looked up in the report that is linked beside them."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ from meshattn.layouts import LayoutKind
 from meshattn.plan import CallShape, Tile, choose_tile, total_bytes
 from meshattn_kernels import rules
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+ROOT = Path(__file__).resolve().parents[1]
+README, USAGE = (ROOT / "README.md").read_text(), (ROOT / "docs" / "usage.md").read_text()
 PLANNED = re.findall(
     r"^\| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| (\d+x\d+) \| (\d+) % \|$", README, re.MULTILINE
 )
 WINDOWED = re.findall(
     r"^\| (\d+) \| ([\d.]+) \((\d+x\d+)\) \| (\d+) % \| ([\d.]+) \((\d+x\d+)\) \| (\d+) % \|$",
-    README,
+    USAGE,
     re.MULTILINE,
 )
 PASSES = ("forward", "backward")
@@ -72,9 +74,60 @@ def test_bytes_of_the_demo() -> None:
         acc_itemsize=4,
         causal=True,
     )
-    for way in PASSES:
-        ring, mesh = (2 * total_bytes(way, tile, shape) for tile in (Tile(1, 4), Tile(2, 2)))
-        assert f"| bytes {way} | 0 | {ring:,} | {mesh:,} |" in README
+    forward, backward = (
+        f"{total_bytes(way, Tile(2, 2), shape) / total_bytes(way, Tile(1, 4), shape):.2f}" for way in PASSES
+    )
+    assert f"{forward} of the ring's bytes forward and {backward} backward" in _flat(README)
+
+
+def test_two_gpus() -> None:
+    report = _linked("distributed-2-ranks-gpu")
+    for kibi in (8, 16, 64):
+        (case,) = re.findall(rf"^## B1-S{kibi * 1024}-.*?(?=^## |\Z)", report, re.MULTILINE | re.DOTALL)
+        table = _rows(case)
+        cells = [f"{kibi}k"]
+        for name in ("1x2 symmetric", "1x2 p2p"):
+            row = table[name]
+            cells += [row[5], row[6], f"{row[9].strip('%')} / {row[10].strip('%')}"]
+        cells.append(table["torch cudnn"][5])
+        assert f"| {' | '.join(cells)} |" in README
+        if kibi == 8:
+            assert f"it has {table['1x2 p2p graph'][5]} TFLOP/s" in _flat(README)
+
+
+def test_a_million_tokens() -> None:
+    table = _rows(_linked("million-tokens"))
+    ring, tile, heads, alone = (
+        f"{float(table[name][1]) + float(table[name][2]):.1f} s"
+        for name in ("1x2 symmetric", "2x1 symmetric", "2x1x1 symmetric", "kernel alone")
+    )
+    text = f"{ring} as a ring, {tile} as the tile 2x1, {heads} with a head axis."
+    assert f"{text} The bound, the kernel alone, is {alone}" in _flat(README)
+
+
+def test_emulated_gpus() -> None:
+    report = _linked("scaling")
+    tables = []
+    for heads in ("MHA", "GQA"):
+        title = f"### 256 GPUs, 1M tokens, causal, {heads}, dgx-h200 (50 GB/s a GPU)\n"
+        tables.append(_rows(report.split(title)[1].split("\n### ")[0]))
+    for method in ("ring", "double ring", "USP", "mesh, tile alone", "mesh with head axis"):
+        cells = [cell for table in tables for cell in (table[method][4], table[method][5], table[method][-1])]
+        assert f"| {method} | {' | '.join(cells)} |" in README
+
+
+def test_beside_flash_attention() -> None:
+    table = _rows(_linked("kernels"))
+    backward = "deterministic backward total / FA4"
+    said = {
+        "forward / FA4 forward, D128, 16k": "forward has {full} (full) and {causal} (causal)",
+        f"{backward} deterministic, D128, 16k": "the deterministic backward {full} and {causal}",
+        f"{backward} unordered (aim), D128, 16k": "one and {full} and {causal} of its other one",
+        f"{backward} deterministic, D64, 16k": "causal the backward has {causal}",
+    }
+    for measure, words in said.items():
+        found = dict(re.findall(r"(causal|full) S16384 ([\d.]+)", table[measure][2]))
+        assert words.format(**found) in _flat(README)
 
 
 def test_the_rule_of_the_kernels() -> None:
@@ -92,6 +145,25 @@ def test_the_rule_of_the_kernels() -> None:
 
 def test_the_table_was_found() -> None:
     assert len(PLANNED) == 6 and len(WINDOWED) == 3
+
+
+def _linked(name: str) -> str:
+    """The report that the README links."""
+    (path,) = set(re.findall(rf"\(\s*(benchmarks/reports/[\d-]+-{name}\.md)\)", README))
+    return (ROOT / path).read_text()
+
+
+def _rows(report: str) -> dict[str, list[str]]:
+    """The rows of its tables by their first cell, the first one of a name."""
+    rows: dict[str, list[str]] = {}
+    for line in re.findall(r"^\| (.*) \|$", report, re.MULTILINE):
+        cells = [cell.strip() for cell in line.split(" | ")]
+        rows.setdefault(cells[0], cells)
+    return rows
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _dotted(version: tuple[int, ...]) -> str:
