@@ -123,11 +123,15 @@ def main() -> None:
         if not host:
             host = {name: round(host_us(run.passes[what]), 2) for name, what in PASSES.items()}
         runs = {name: run.passes[what] for name, what in PASSES.items()}
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
         if work_of(case) > MOST_WORK:
             spent = once_us(clock, runs)
         else:
             spent = {name: median_us(clock, each) for name, each in runs.items()}
-        entry = sizes | {name: round(us, 2) for name, us in spent.items()}
+        entry: dict[str, object] = sizes | {name: round(us, 2) for name, us in spent.items()}
+        entry["workspace"] = torch.cuda.max_memory_allocated() - held  # only the backward keeps any
         entries.append(entry)
         print(f"{time.monotonic() - start:6.1f} {entry}", flush=True)
         machine = Machine.here()

@@ -249,7 +249,19 @@ def _block(
         merging=us(forward, False),
         backward=us(backward, True),
         adding=us(backward, False),
+        workspace=_workspace(partial(backward, True), device),
     )
+
+
+def _workspace(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes that a kernel takes while it runs; 0 on CPUs, where nobody counts them."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - held
 
 
 def _memory(mesh: AttentionMesh, device: torch.device) -> float:

@@ -31,7 +31,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help=f"a file, see docs/planning.md, or one of {', '.join(presets())}",
     )
     parser.add_argument("--heads-axis", type=int, metavar="W", help="only cuts with W ranks of the head axis")
-    parser.add_argument("--memory", type=size, metavar="BYTES", help="cap on the buffers of a rank, as 8G")
+    parser.add_argument("--memory", type=size, metavar="BYTES", help="cap on the peak of a rank, as 8G")
     parser.add_argument("--forward", action="store_true", help="the forward alone, as for inference")
     parser.add_argument("--show", type=int, default=8, metavar="N", help="candidates to print (default 8)")
     parser.add_argument(
@@ -115,7 +115,7 @@ NOTE = (
     "cut: ranks by heads x query chunks x key/value chunks of a rank. total: forward and backward together "
     "unless --forward;\nkernels: blocks alone; exposed: the busiest rank computes nothing. sent: by a rank; "
     "card: out of the busiest network card;\nleaving: out of all nodes. peak: buffers of a rank beside "
-    "arguments and results."
+    "arguments and results, and what the kernel keeps for itself."
 )
 
 

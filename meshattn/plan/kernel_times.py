@@ -39,12 +39,15 @@ class BlockTime:
     merging: float
     backward: float
     adding: float
+    workspace: int = 0
+    """Bytes that the kernel keeps for itself while it computes the backward; 0 where nobody has looked."""
 
     def __post_init__(self) -> None:
         for part in fields(self):
             value = getattr(self, part.name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if part.name != "causal" and not (number and 0 < value < math.inf):
+            least = 0 if part.name == "workspace" else 1e-9
+            if part.name != "causal" and not (number and least <= value < math.inf):
                 raise ValueError(f"kernel times: {part.name} of a block is {value!r}, but must be above 0")
 
 
@@ -86,7 +89,7 @@ class KernelTimes:
             raise ValueError(
                 "kernel times: this is no table, which has kernel and block_us, a list of blocks"
             )
-        names = [field.name for field in fields(BlockTime)]
+        names = [part.name for part in fields(BlockTime) if part.name != "workspace"]
         blocks = []
         for number, entry in enumerate(data["block_us"]):
             if not isinstance(entry, Mapping):
@@ -94,7 +97,8 @@ class KernelTimes:
             missing = [name for name in names if name not in entry]
             if missing:
                 raise ValueError(f"kernel times: block {number} has no {', '.join(missing)}")
-            blocks.append(BlockTime(**{name: entry[name] for name in names}))
+            values = {name: entry[name] for name in names}
+            blocks.append(BlockTime(**values, workspace=entry.get("workspace", 0)))
         where = data.get("where")
         if not isinstance(where, Mapping):
             where = {}
@@ -124,6 +128,31 @@ class KernelTimes:
         rate = _at(by_heads, math.log(heads), slope=1.0)
         times = 0.5 if causal and full else 2.0 if not (causal or full) else 1.0
         return times * rows * keys * heads * head_dim / math.exp(rate)
+
+    def workspace(self, *, heads: int, kv_heads: int, keys: int, head_dim: int, causal: bool) -> int:
+        """Bytes that the kernel keeps for itself in the backward of a block: those of the table, or those of
+        the blocks next to it in rows, in proportion to keys, heads and head size, the more of both."""
+        sizes = heads, kv_heads, keys, head_dim, causal
+        if sizes not in self._workspaces:
+            self._workspaces[sizes] = self._workspace(*sizes)
+        return self._workspaces[sizes]
+
+    @cached_property
+    def _workspaces(self) -> dict[tuple[int, int, int, int, bool], int]:
+        return {}
+
+    def _workspace(self, heads: int, kv_heads: int, keys: int, head_dim: int, causal: bool) -> int:
+        def apart(block: BlockTime) -> tuple[float, ...]:
+            group = block.heads * kv_heads / (block.kv_heads * heads)
+            ratios = block.head_dim / head_dim, group, block.heads / heads
+            return *(abs(math.log(ratio)) for ratio in ratios), block.causal != causal
+
+        nearest = min(map(apart, self.blocks))
+        curve = [block for block in self.blocks if apart(block) == nearest]
+        below = max((b for b in curve if b.rows <= keys), key=lambda b: b.rows, default=None)
+        above = min((b for b in curve if b.rows >= keys), key=lambda b: b.rows, default=None)
+        work = keys * heads * head_dim
+        return max(b.workspace * work // (b.rows * b.heads * b.head_dim) for b in (below, above) if b)
 
     def lacks(
         self, *, heads: int, kv_heads: int, rows: int, keys: int, head_dim: int, causal: bool

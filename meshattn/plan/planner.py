@@ -69,9 +69,24 @@ class Question:
         return max(self.kernels_us(cut, order), links.port_us, links.card_us)
 
     def memory(self, cut: Cut, order: tuple[MeshAxis, ...] = ORDER) -> int:
-        """Buffers of a rank in the pass that needs more."""
+        """Buffers of a rank, and what the kernel keeps for itself, in the pass that needs more."""
         groups = num_groups(self.shape, cut, self.topology, order)
-        return max(buffer_memory(each, cut.tile, self.shape, cut.heads, groups) for each in self.passes)
+        return max(
+            buffer_memory(each, cut.tile, self.shape, cut.heads, groups)
+            + (self.workspace(cut, order) if each == "backward" else 0)
+            for each in self.passes
+        )
+
+    def workspace(self, cut: Cut, order: tuple[MeshAxis, ...] = ORDER) -> int:
+        """What the kernel keeps for itself while it computes the backward of a block."""
+        inner = self.inner(cut, order)
+        return self.topology.kernels.workspace(
+            heads=inner.batch * inner.heads,
+            kv_heads=inner.batch * inner.kv_heads,
+            keys=inner.chunk_keys,
+            head_dim=max(inner.head_dim, inner.head_dim_v),
+            causal=inner.causal,
+        )
 
     def predict(self, cut: Cut, order: tuple[MeshAxis, ...]) -> Prediction:
         """Emulate a candidate."""
@@ -91,6 +106,7 @@ class Question:
             where=self.placement(cut, order).describe(),
             links=self.links(cut, order),
             memory=self.memory(cut, order),
+            workspace=self.workspace(cut, order) if "backward" in self.passes else 0,
             bound_us=self.bound_us(cut, order),
             kernels_us=self.kernels_us(cut, order),
             total_us=total,
@@ -184,7 +200,7 @@ def _within(
     if not fitting:
         least, order = min(every, key=lambda each: question.memory(*each))
         raise ValueError(
-            f"the memory limit is {limit} bytes, but the buffers of a rank take at least "
+            f"the memory limit is {limit} bytes, but the buffers of a rank and its kernel take at least "
             f"{question.memory(least, order)} bytes (heads x a x b = {least}): raise the limit or use more "
             "ranks"
         )

@@ -18,7 +18,9 @@ class Prediction:
     where: str
     links: LinkUse
     memory: int
-    """Buffers of a rank beside arguments and results, at the peak."""
+    """Buffers of a rank beside arguments and results, and what the kernel keeps for itself, at the peak."""
+    workspace: int
+    """The kernel's part of it."""
     bound_us: float
     kernels_us: float
     """What the blocks of a rank take, alone."""
@@ -77,6 +79,7 @@ class Prediction:
             "sent_bytes": links,
             "exchanges": self.exchanges,
             "peak_bytes": self.memory,
+            "kernel_bytes": self.workspace,
             "kernels_us": self.kernels_us,
             "compute_us": self.compute_us,
             "exposed_us": self.exposed_us,

@@ -9,10 +9,11 @@ import pytest
 from meshattn.plan import Tile, choose_tile, tiles
 from meshattn.plan.cost import total_bytes
 from meshattn.plan.heads import exchange, inner_shape
+from meshattn.plan.kernel_times import KernelTimes
 from meshattn.plan.placement import ORDER, Cut, Placement, order_of, rank_order
 from meshattn.plan.planner import BOTH, Question, choose, cuts, plan
 from meshattn.plan.prediction import why
-from plan.topology_cases import call, cluster
+from plan.topology_cases import FLAT, call, cluster
 
 
 def question(ranks: int = 12, *, gpus_per_node: int = 4, between: float = 10.0, **shape: int) -> Question:
@@ -57,8 +58,28 @@ def test_a_cap_on_memory_leaves_the_smaller_ones() -> None:
     cap = sorted(each.memory for each in free)[len(free) // 3]
     kept = plan(asked, memory_limit=cap, at_least=99)
     assert {each.cut for each in kept} == {each.cut for each in free if each.memory <= cap}
-    with pytest.raises(ValueError, match="the memory limit is 100 bytes, but the buffers of a rank take"):
+    with pytest.raises(
+        ValueError, match="the memory limit is 100 bytes, but the buffers of a rank and its kernel take"
+    ):
         plan(asked, memory_limit=100)
+
+
+def test_memory_counts_what_the_kernel_keeps_for_itself() -> None:
+    """In the backward alone: of the blocks that a cut is made of."""
+    blocks = tuple(replace(block, workspace=100 * block.rows * block.heads) for block in FLAT.blocks)
+    topology = replace(cluster(4), kernels=KernelTimes("greedy", blocks))
+    for passes in (BOTH, BOTH[:1]):
+        free, full = (
+            plan(Question(12, call(700), which, passes), at_least=99) for which in (cluster(4), topology)
+        )
+        assert {each.cut for each in free} == {each.cut for each in full}
+        for each in full:
+            (same,) = (other for other in free if other.cut == each.cut and other.order == each.order)
+            inner = Question(12, call(700), topology).inner(each.cut, each.order)
+            own = 100 * inner.chunk_keys * inner.heads if len(passes) == 2 else 0
+            assert each.workspace == own and each.memory - same.memory <= own
+            if each.cut.heads == 1:  # its backward needs more than its forward
+                assert each.memory - same.memory == own
 
 
 def test_why_names_what_wins() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -196,3 +197,21 @@ def test_a_table_lacks_what_lies_outside_of_its_sizes() -> None:
     ):
         (found,) = table.lacks(**sizes | outside)
         assert says in found
+
+
+def test_workspaces_are_those_of_the_table_and_grow_with_the_work_beyond_it() -> None:
+    sizes = {(64, 2): 10, (256, 2): 100, (256, 8): 1000}
+    blocks = tuple(replace(growing(r, h), workspace=size) for (r, h), size in sizes.items())
+    shared = replace(growing(256, 8), kv_heads=2, workspace=7777)
+    table = KernelTimes("growing", (*blocks, shared))
+
+    def kept(keys: int, heads: int = 2, kv_heads: int | None = None, head_dim: int = 128) -> int:
+        return table.workspace(
+            heads=heads, kv_heads=kv_heads or heads, keys=keys, head_dim=head_dim, causal=True
+        )
+
+    assert [kept(64), kept(256), kept(256, 8), kept(256, 8, 2)] == [10, 100, 1000, 7777]
+    assert [kept(1024), kept(32), kept(128, 8), kept(256, 2, None, 64)] == [400, 5, 500, 50]
+    assert kept(128) == 50, "the more of both neighbours"
+    assert kept(512, 4, 1) == 7777, "as many query heads of each key/value head"
+    assert KernelTimes.read(table.as_data()) == table
