@@ -249,7 +249,7 @@ def _bounds_of_starts(starts: Tensor, name: str) -> Tensor:
             f"the rows of {name} are cut into different documents, but one cu_seqlens serves all rows: "
             "pack them one behind the other into one long row, or give each row a sequence of its own"
         )
-    length = torch.tensor([starts.shape[1]])
+    length = torch.tensor([starts.shape[1]], device="cpu")
     return torch.cat([starts[0].nonzero().squeeze(1), length])
 
 

@@ -115,6 +115,8 @@ def test_bounds_from_positions_and_from_end_tokens(seed: int) -> None:
         assert found.dtype == torch.int64 and found.tolist() == bounds
     assert ma.cu_seqlens_from_end_tokens(tokens, 4).tolist() == bounds
     assert ma.cu_seqlens_from_end_tokens(tokens[0], 4).tolist() == bounds
+    with torch.device("meta"):  # the default device is not asked
+        assert ma.cu_seqlens_from_position_ids(positions).tolist() == bounds
     unfinished = torch.cat([tokens, torch.full((2, 3), 7)], dim=1)
     assert ma.cu_seqlens_from_end_tokens(unfinished, 4).tolist() == [*bounds, bounds[-1] + 3]
 

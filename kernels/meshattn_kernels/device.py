@@ -1,12 +1,16 @@
-"""The GPU that a launch goes to."""
+"""The GPU that a launch goes to, and the host that prepares it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 _HERE: AbstractContextManager[Any] = nullcontext()
 _cuda: Any = torch._C
 
@@ -20,3 +24,14 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 def multiprocessors(device: torch.device) -> int:
     """Of this GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def on_host(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """Tensors that the function makes lie on the CPU, whatever ``torch.set_default_device`` says."""
+
+    @wraps(function)
+    def made(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return made

@@ -82,8 +82,36 @@ def shifted(x: Tensor) -> Tensor:
     return memory[1:].view(x.shape)
 
 
-@pytest.mark.parametrize("view", [heads_first, every_other, shifted], ids=lambda view: view.__name__)
-def test_inputs_of_any_strides(view: Callable[[Tensor], Tensor]) -> None:
+def negated(x: Tensor) -> Tensor:
+    """Its memory has the other sign."""
+    return torch._neg_view(-x)  # type: ignore[no-any-return]
+
+
+class Late(Tensor):
+    """Has no memory before it is waited for, as what a functional collective gives."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Late:
+        like = {"dtype": inner.dtype, "device": inner.device, "strides": inner.stride()}
+        made: Late = Tensor._make_wrapper_subclass(cls, inner.shape, **like)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    def trigger_wait(self) -> Tensor:
+        return self.inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(x.inner if isinstance(x, Late) else x for x in args), **(kwargs or {}))
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [heads_first, every_other, shifted, negated, Late]
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
+def test_inputs_of_any_strides_and_kinds(view: Callable[[Tensor], Tensor]) -> None:
     def both(attend: Attend, rows: int) -> None:
         inputs, do = leaves(rows)
         viewed = tuple(view(x.detach()).requires_grad_() for x in inputs)
@@ -150,6 +178,30 @@ def test_compiled_callers() -> None:
         assert_equal(results(compiled, inputs, do), results(layer, inputs, do))
 
     on_one_rank(both)
+
+
+@pytest.mark.parametrize("kernel", [None, "triton", "triton-dash"])
+def test_programs_whose_default_device_is_the_gpu(kernel: str | None) -> None:
+    """Tables, masks and positions that the host makes stay there; the rows are a length of their own, so that
+    nothing of it is known already."""
+
+    def on_rank(group: Any) -> list[Tensor]:
+        seq = ma.init_attention_mesh(group).sequence(SEQ_LEN + 2, cu_seqlens=[0, 99, 99, 400])
+        (q, k, v), do = leaves(seq.rows)
+
+        def attend(*inputs: Tensor) -> Tensor:
+            out = ma.mesh_attention(*inputs, seq, causal=True, kernel=kernel)
+            assert isinstance(out, Tensor)
+            return out
+
+        return results(attend, (q, k, v), do)
+
+    def by_default(group: Any) -> list[Tensor]:
+        with torch.device("cuda"):
+            return on_rank(group)
+
+    (usual,), (found,) = run_ranks(1, on_rank), run_ranks(1, by_default)
+    assert_equal(found, usual)
 
 
 @pytest.mark.parametrize("tile", [Tile(1, 1), Tile(2, 2)], ids=str)

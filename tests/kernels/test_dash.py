@@ -320,3 +320,15 @@ def test_a_window_never_waits() -> None:
     ranges = TileRanges(first, tuple(min(20, q + 5) for q in first), 20)
     timeline = simulate(build_table("longest_first", ranges, heads=1, kv_heads=1, workers=20))
     assert timeline.makespan == timeline.longest
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_tables_are_made_on_the_host(causal: bool) -> None:
+    """Whatever the default device of a program is."""
+    ranges = TileRanges.causal(5, 7) if causal else TileRanges.full(5, 7)
+    sizes = {"heads": 6, "kv_heads": 3, "head_dim": 40 + causal, "workers": 11}
+    with torch.device("meta"):
+        table = choose_schedule(ranges, **sizes)
+        assert walk_of(table) and table.tasks.device.type == "cpu"
+        again = build_table("shortest_first", ranges, heads=6, kv_heads=3, workers=11)
+    assert walk_of(again).keys() == walk_of(table).keys()

@@ -11,6 +11,7 @@ from functools import lru_cache
 from meshattn_kernels.dash.placement import PART_COST, TASK_COST, job_costs, place
 from meshattn_kernels.dash.schedules import SPLIT_SHIFT_SPAN, longest_first
 from meshattn_kernels.dash.table import ScheduleTable, build_table
+from meshattn_kernels.device import on_host
 from meshattn_kernels.tile_ranges import TileRanges
 
 NOMINAL_WORKERS = 132
@@ -27,6 +28,7 @@ CACHE_BYTES = 40_000_000
 
 
 @lru_cache(maxsize=1024)
+@on_host
 def choose_schedule(
     ranges: TileRanges, *, heads: int, kv_heads: int, head_dim: int, workers: int
 ) -> ScheduleTable:

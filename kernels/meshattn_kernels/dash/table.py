@@ -17,6 +17,7 @@ from torch import Tensor
 
 from meshattn_kernels.dash.placement import job_costs, launch_order, place, place_in_turn
 from meshattn_kernels.dash.schedules import CYCLIC, LINEAR, SCHEDULES, Walks, split_shift
+from meshattn_kernels.device import on_host
 from meshattn_kernels.tile_ranges import TileRanges
 
 LOAD = 1
@@ -113,6 +114,7 @@ def _on_device(table: ScheduleTable, device: torch.device) -> ScheduleTable:
     )
 
 
+@on_host
 def build_table(
     name: str,
     ranges: TileRanges,
