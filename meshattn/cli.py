@@ -27,8 +27,15 @@ MOST_BLOCKS = 2**15  # of all lists of `meshattn schedule`, some ten seconds
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit code. A wrong argument ends the process with code 2."""
+    given = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
-    args = parser.parse_args(argv)
+    if given[:1] == ["gantt"]:
+        try:
+            from meshattn_kernels.dash.gantt import main as gantt
+        except ImportError as error:
+            parser.error(f"gantt draws what kernels do, and needs torch ({error})")
+        return gantt(given[1:], prog="meshattn gantt")
+    args = parser.parse_args(given)
     try:
         said = COMMANDS[args.command](args)
         if said:
@@ -87,6 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_mesh(assignment, tile_required=True)
     assignment.add_argument("--rank", type=int, default=0, help="whose steps to print (default 0)")
     _add_shape(assignment)
+
+    commands.add_parser(  # its arguments are those of the kernels' own program
+        "gantt",
+        help="which worker of a GPU does what when in a deterministic backward pass (needs torch)",
+        add_help=False,
+    )
 
     layouts = commands.add_parser(
         "layouts",

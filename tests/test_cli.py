@@ -185,6 +185,9 @@ def test_plan_says_what_is_best_and_why(capsys: pytest.CaptureFixture[str], tmp_
         and "1x1x6 (ring)" in names
         and any(line.startswith(found["why"]) for line in table)
     )
+    for each in [*found["candidates"], *found["auto"]]:
+        parts = [each[name] for name in ("kernels_us", "other_us", "exposed_us")]
+        assert sum(parts) == pytest.approx(each["total_us"]) and min(parts) >= -1e-6
     assert any("ma.init_attention_mesh(" in line for line in table)
     assert sorted(found["candidates"][0]["group"]) == list(range(6))
     absent = out(capsys, "plan --ranks 6 --heads 4 --topology dgx-h200")
@@ -227,3 +230,39 @@ def test_plan_says_what_it_extrapolates_and_what_measures_it(
         with pytest.raises(SystemExit):
             main(found["to_measure"].split(" -m meshattn ")[1].split())
         assert "calibrate measures ranks that torchrun starts" in capsys.readouterr().err
+
+
+def test_plan_shows_what_auto_takes_and_why_it_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exactly what a mesh of these arguments takes, with the topology and without."""
+    from meshattn.mesh_arguments import auto_heads
+    from meshattn.plan.planner import choose
+    from meshattn.plan.topology import load_topology
+
+    command = "plan --ranks 24 --seq-len 24k --heads 24 --kv-heads 6 --topology a3-high"
+    shape = CallShape(1, 1024, 24, 6, 128, 128, itemsize=2, reduce_itemsize=4, acc_itemsize=4, causal=True)
+    found, text = json.loads(out(capsys, f"{command} --json"))["auto"], out(capsys, command)
+    wanted = {}
+    for topology, end in ((load_topology("a3-high"), ""), (None, ", no topology")):
+        heads = auto_heads("auto", (24, 6), 24 * 1024 if topology else None, "auto", 24, topology)
+        for name, number in (("tile", 1), ("heads", int(heads))):
+            cut = choose(24, shape, heads=number, topology=topology)
+            wanted[f'{name}="auto"{end}'] = (cut.heads, str(cut.tile))
+    assert {each["taken_by"]: (each["heads"], each["tile"]) for each in found} == wanted
+    assert all(any(line.endswith(f"  {name}") for line in text.splitlines()) for name in wanted)
+    assert wanted['tile="auto"'] != wanted['tile="auto", no topology'], "else the test says nothing"
+    tile = wanted['tile="auto", no topology'][1]
+    assert f"it counts what a rank sends and knows neither links nor kernels: 1x{tile} with" in text
+    with_axis = json.loads(out(capsys, f"{command} --json --heads-axis 2"))["auto"]
+    assert [(each["taken_by"], each["heads"]) for each in with_axis] == [
+        ('tile="auto"', 2), ('tile="auto", no topology', 2)
+    ]  # fmt: skip
+
+
+def test_gantt_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    picture = out(capsys, "gantt --schedule descending --kv-tiles 3 --heads 1")
+    assert (
+        len([line for line in picture.splitlines() if "|" in line]) == 3 and "descending: makespan" in picture
+    )
+    with pytest.raises(SystemExit):
+        main(["gantt", "--schedule", "none"])
+    assert "usage: meshattn gantt" in capsys.readouterr().err

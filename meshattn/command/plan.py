@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshattn.command.arguments import check_folder, size
+from meshattn.command.automatic import taken_by_auto, why_auto
 from meshattn.plan.cost import CallShape
 from meshattn.plan.coverage import coverage
 from meshattn.plan.planner import BOTH, Question, plan
@@ -79,13 +80,19 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
     if args.trace:
         write_trace(_recorded(question, best), args.trace)
     shown = [each for n, each in enumerate(found) if n < args.show or each.is_ring or each.is_ulysses]
+    taken = taken_by_auto(question, args.seq_len, args.heads_axis)
     outside = coverage(question, shown, args.dtype)
     if args.json:
         said = {"why": why(found), "extrapolated": outside.lacking, "to_measure": outside.command.strip()}
-        return json.dumps({**said, "candidates": [each.as_json() for each in shown]}, indent=2)
+        lists = {"candidates": shown, "auto": taken}
+        return json.dumps(
+            said | {name: [one.as_json() for one in each] for name, each in lists.items()}, indent=2
+        )
     reason = f"{why(found)}.{_absent(question, found)}"
     measured = outside.text(topology.kernels.describe())
-    parts = [_table(shown), reason, _code(best, args.topology), measured, NOTE]
+    lines = [[*_cells(each), ""] for each in shown] + [[*_cells(each.prediction), each.by] for each in taken]
+    table = _table([HEAD, *lines])
+    parts = [table, reason, why_auto(best, taken), _code(best, args.topology), measured, NOTE]
     return "\n\n".join(filter(None, parts))
 
 
@@ -112,10 +119,11 @@ def _code(best: Prediction, topology: str) -> str:
 
 
 NOTE = (
-    "cut: ranks by heads x query chunks x key/value chunks of a rank. total: forward and backward together "
-    "unless --forward;\nkernels: blocks alone; exposed: the busiest rank computes nothing. sent: by a rank; "
-    "card: out of the busiest network card;\nleaving: out of all nodes. peak: buffers of a rank beside "
-    "arguments and results, and what the kernel keeps for itself."
+    "cut: ranks by heads x query chunks x key/value chunks of a rank. total: forward and backward together\n"
+    "unless --forward; it is kernels (blocks alone), other (merges, copies, what exchanges take from kernels)\n"
+    "and exposed (the busiest rank computes nothing). sent: by a rank; card: out of the busiest network card;\n"
+    "leaving: out of all nodes. peak: buffers of a rank beside arguments and results, and what the kernel\n"
+    "keeps for itself."
 )
 
 
@@ -131,31 +139,30 @@ def _recorded(question: Question, best: Prediction) -> list[Timeline]:
     ]
 
 
-def _table(found: Sequence[Prediction]) -> str:
-    head = [
-        "cut", "total ms", "kernels", "exposed", "sent MiB", "card MiB", "leaving GiB", "exchanges",
-        "peak MiB", "limit", "placement",
-    ]  # fmt: skip
-    lines = [head]
-    for each in found:
-        links = each.links
-        lines.append(
-            [
-                each.name,
-                f"{each.total_us / 1e3:.2f}",
-                f"{each.kernels_us / 1e3:.2f}",
-                f"{each.exposed_us / 1e3:.2f}",
-                f"{links.rank / 2**20:.0f}",
-                f"{links.card / 2**20:.0f}",
-                f"{links.leaving / 2**30:.1f}",
-                str(each.exchanges),
-                f"{each.memory / 2**20:.0f}",
-                each.limit,
-                each.where,
-            ]
-        )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    left = (0, 9, 10)
+HEAD = [
+    "cut", "total ms", "kernels", "other", "exposed", "sent MiB", "card MiB", "leaving GiB", "exchanges",
+    "peak MiB", "limit", "placement", "taken by",
+]  # fmt: skip
+
+
+def _cells(each: Prediction) -> list[str]:
+    links = each.links
+    return [
+        each.name,
+        *(f"{us / 1e3:.2f}" for us in (each.total_us, each.kernels_us, each.other_us, each.exposed_us)),
+        f"{links.rank / 2**20:.0f}",
+        f"{links.card / 2**20:.0f}",
+        f"{links.leaving / 2**30:.1f}",
+        str(each.exchanges),
+        f"{each.memory / 2**20:.0f}",
+        each.limit,
+        each.where,
+    ]
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    left = [HEAD.index(name) for name in ("cut", "limit", "placement", "taken by")]
     return "\n".join(
         "  ".join(
             cell.ljust(width) if i in left else cell.rjust(width)

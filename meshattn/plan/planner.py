@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .assignment import Tile, tiles
-from .cost import CallShape, choose_tile, total_bytes
+from .cost import CallShape, Pace, choose_tile, total_bytes
 from .heads import buffer_memory, exchange, inner_shape
 from .hops import Visibility
 from .kernel_times import BlockPass
@@ -88,9 +88,11 @@ class Question:
             causal=inner.causal,
         )
 
-    def predict(self, cut: Cut, order: tuple[MeshAxis, ...]) -> Prediction:
-        """Emulate a candidate."""
-        pace = pace_of(self.topology, cut, order)
+    def predict(
+        self, cut: Cut, order: tuple[MeshAxis, ...] = ORDER, *, pace: Pace | None = None
+    ) -> Prediction:
+        """Emulate a candidate, with lists made for this ``pace``; by default for the cluster."""
+        pace = pace or pace_of(self.topology, cut, order)
         total = compute = exposed = 0.0
         exchanges = 0
         for direction in self.passes:

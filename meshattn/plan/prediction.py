@@ -32,6 +32,12 @@ class Prediction:
     """Messages that a rank sends."""
 
     @property
+    def other_us(self) -> float:
+        """Merges, copies, casts, and what exchanges take from the kernels: with ``kernels_us`` and
+        ``exposed_us`` this is the total."""
+        return self.total_us - self.kernels_us - self.exposed_us
+
+    @property
     def is_ring(self) -> bool:
         return self.cut.heads == 1 and self.cut.tile.a == 1
 
@@ -82,6 +88,7 @@ class Prediction:
             "kernel_bytes": self.workspace,
             "kernels_us": self.kernels_us,
             "compute_us": self.compute_us,
+            "other_us": self.other_us,
             "exposed_us": self.exposed_us,
             "total_us": self.total_us,
             "limit": self.limit,
@@ -130,11 +137,14 @@ def _sent(best: Prediction, other: Prediction) -> str:
     """What it waits for, if that is what it sends more."""
     use, least = other.links, best.links
     if use.card > least.card:
-        return f" for what its busiest network card sends, {_size(use.card)} instead of {_size(least.card)}"
+        return (
+            f" for what its busiest network card sends, {size_of(use.card)} instead of {size_of(least.card)}"
+        )
     if use.rank > least.rank:
-        return f" for what its ranks send, {_size(use.rank)} each instead of {_size(least.rank)}"
+        return f" for what its ranks send, {size_of(use.rank)} each instead of {size_of(least.rank)}"
     return ""
 
 
-def _size(num_bytes: int) -> str:
+def size_of(num_bytes: int) -> str:
+    """In words."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

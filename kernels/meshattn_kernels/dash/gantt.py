@@ -85,8 +85,8 @@ def _ranges(mask: str, kv_tiles: int, query_tiles: int, window: int) -> TileRang
     return TileRanges(causal.first, last, query_tiles)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m meshattn_kernels.dash.gantt", description=__doc__)
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m meshattn_kernels.dash.gantt") -> int:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--schedule", default="auto", choices=("auto", *SCHEDULES))
     parser.add_argument("--mask", default="causal", choices=("full", "causal", "window"))
     parser.add_argument(
