@@ -83,11 +83,14 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
     taken = taken_by_auto(question, args.seq_len, args.heads_axis)
     outside = coverage(question, shown, args.dtype)
     if args.json:
-        said = {"why": why(found), "extrapolated": outside.lacking, "to_measure": outside.command.strip()}
-        lists = {"candidates": shown, "auto": taken}
-        return json.dumps(
-            said | {name: [one.as_json() for one in each] for name, each in lists.items()}, indent=2
-        )
+        said: dict[str, object] = {
+            "why": why(found),
+            "extrapolated": outside.lacking,
+            "to_measure": outside.command.strip(),
+        }
+        said["candidates"] = [each.as_json() for each in shown]
+        said["auto"] = [each.as_json() for each in taken]
+        return json.dumps(said, indent=2)
     reason = f"{why(found)}.{_absent(question, found)}"
     measured = outside.text(topology.kernels.describe())
     lines = [[*_cells(each), ""] for each in shown] + [[*_cells(each.prediction), each.by] for each in taken]
@@ -118,13 +121,11 @@ def _code(best: Prediction, topology: str) -> str:
     )
 
 
-NOTE = (
-    "cut: ranks by heads x query chunks x key/value chunks of a rank. total: forward and backward together\n"
-    "unless --forward; it is kernels (blocks alone), other (merges, copies, what exchanges take from kernels)\n"
-    "and exposed (the busiest rank computes nothing). sent: by a rank; card: out of the busiest network card;\n"
-    "leaving: out of all nodes. peak: buffers of a rank beside arguments and results, and what the kernel\n"
-    "keeps for itself."
-)
+NOTE = """\
+cut: ranks by heads x query chunks x key/value chunks of a rank. total: forward and backward together unless
+--forward; it is kernels (blocks alone), other (merges, copies, what exchanges take from kernels) and exposed
+(the busiest rank computes nothing). sent: by a rank; card: out of the busiest network card; leaving: out of
+all nodes. peak: buffers of a rank beside arguments and results, and what the kernel keeps for itself."""
 
 
 def _recorded(question: Question, best: Prediction) -> list[Timeline]:
