@@ -102,7 +102,14 @@ _INSTEAD = {
     "alibi_slopes": "there are no biases; rotate q and k for positions",
     "is_causal": "the name is causal",
     "scale": "the name is softmax_scale",
-    "cu_seqlens": "give it to mesh.sequence(seq_len, cu_seqlens=...)",
+    "dropout": "the name is dropout_p",
+    "window": "the name is window_size, (left, right)",
+    "enable_gqa": "k and v may have fewer heads than q without it",
+    "return_attn_probs": "the name is return_lse, for what there is of it",
+    **dict.fromkeys(
+        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k"),
+        "the documents belong to the sequence: mesh.sequence(seq_len, cu_seqlens=...)",
+    ),
     **dict.fromkeys(
         ("tile", "heads", "head_groups", "transport", "timeout"), "give it to init_attention_mesh"
     ),

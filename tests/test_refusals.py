@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import meshattn as ma
 from distributed import Backend
+from meshattn.arguments import _INSTEAD
 from meshattn.mesh import AttentionMesh
 from meshattn.testing import run_ranks
 from meshattn.transport.threads import SimulatedGroup
@@ -670,6 +673,15 @@ def test_ring_attention_refuses_the_same() -> None:
             ma.ring_attention(x, x, x, mesh.sequence(SEQ_LEN), alibi_slopes=x)  # type: ignore[arg-type]
 
     run_ranks(RANKS, on_rank)
+
+
+def test_hints_lead_to_options_that_exist() -> None:
+    """From names that other attention calls have, and none of ours."""
+    options = inspect.signature(ma.mesh_attention).parameters
+    for name, hint in _INSTEAD.items():
+        assert name not in options
+        for named in re.findall(r"the name is (\w+)", hint):
+            assert named in options
 
 
 @pytest.mark.parametrize("backend", ["threads", "gloo"])

@@ -111,7 +111,10 @@ class Connection:
 def check_transport(transport: str, group: Group | None) -> None:
     """ValueError for an unknown transport and for one that cannot serve this kind of group."""
     if transport not in TRANSPORTS:
-        raise ValueError(f"transport={transport!r} is unknown: choose one of {', '.join(TRANSPORTS)}")
+        raise ValueError(
+            f"transport={transport!r} is unknown: choose one of {', '.join(TRANSPORTS)}; p2p is the send "
+            "and receive of torch.distributed, by NCCL or gloo"
+        )
     simulated = isinstance(group, SimulatedGroup)
     if transport == "threads" and not simulated:
         raise ValueError(
