@@ -199,3 +199,24 @@ def test_the_example_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
 
     first, *others = run_ranks(RANKS, on_rank, "gloo")
     assert "torch.Size([1, 1001, 8, 64])" in first and not any(others)
+
+
+@pytest.mark.parametrize("root", ["meshattn", "kernels/meshattn_kernels", "launch", "benchmarks"])
+def test_the_map_of_the_code(root: str) -> None:
+    """docs/architecture.md has every module, or the folder that it is in; nothing in it is gone."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    (section,) = re.findall(rf"^{root}/ .*\n((?:  .*\n)*)", text, re.MULTILINE)
+    named = set(re.findall(r"\w+\.py|\w+/", section))
+    modules = [path for path in (ROOT / root).rglob("*.py") if not path.name.startswith("__")]
+    there = {path.name for path in modules} | {f"{path.name}/" for path in (ROOT / root).rglob("*/")}
+    assert named <= there, named - there
+    named -= {"plan/", "transport/"}  # whose modules are listed one by one
+    missing = [path for path in modules if not {path.name, f"{path.parent.name}/"} & named]
+    assert not missing
+
+
+def test_links_of_the_docs_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/reports/*.md")]
+    for page in pages:
+        for link in re.findall(r"\]\(\s*([^)#\s]+)(?:#[\w-]+)?\s*\)", page.read_text()):
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
