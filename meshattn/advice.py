@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 from typing import get_args
 
 from meshattn.layouts import Layout, LayoutKind, Piece
@@ -104,6 +105,54 @@ def mask_of(cut: Layout, left: int | None, right: int | None) -> Mask:
         return _count(pieces[p], pieces[q], left, right)[0] / cut.rows**2
 
     return Mask(cut.chunks, part)
+
+
+def priced_mask_of(cut: Layout, left: int | None, right: int | None, documents: Sequence[int] = ()) -> Mask:
+    """As ``mask_of``, but by the tiles that kernels compute, which count as a whole where they hold any pair,
+    beside those of a causal block and of a full one; ``documents`` are lengths of packed ones, one behind the
+    other. Striped chunks that stand alike to each other count as equal, which they are but for a row.
+    """
+    ends = list(accumulate(documents)) or [cut.seq_len]
+    pieces = [_real_pieces(cut, chunk) for chunk in range(cut.chunks)]
+    clipped = [
+        {begin: own for begin, end in pairwise([0, *ends]) if (own := _clipped(each, begin, end))}
+        for each in pieces
+    ]
+    whole = -(-cut.rows // ROWS) * -(-cut.rows // KEYS)
+    half = _count_band(0, None, cut.rows, cut.rows)[1]
+
+    @cache
+    def part(p: int, q: int) -> float:
+        found = [
+            _count(queries, clipped[q][begin], left, right)
+            for begin, queries in clipped[p].items()
+            if begin in clipped[q]
+        ]
+        pairs, tiles = sum(pairs for pairs, _ in found), sum(tiles for _, tiles in found)
+        if not pairs:
+            return 0.0
+        if half == whole:  # chunks of one tile
+            return pairs / cut.rows**2
+        if tiles <= half:
+            return 0.5 * tiles / half
+        return min(1.0, 0.5 + 0.5 * (tiles - half) / (whole - half))
+
+    def alike(p: int, q: int) -> float:
+        bands = tuple((bound + p - q) // cut.chunks for bound in (right, left) if bound is not None)
+        return part(*first.setdefault(bands, (p, q)))
+
+    first: dict[tuple[int, ...], tuple[int, int]] = {}
+    return Mask(cut.chunks, alike if cut.kind == "striped" else part)
+
+
+def _clipped(pieces: Sequence[Piece], begin: int, end: int) -> tuple[Piece, ...]:
+    """The rows of some pieces at positions from ``begin`` to ``end``."""
+    found = []
+    for piece in pieces:
+        first, last = piece.count_below(begin), piece.count_below(end)
+        if first < last:
+            found.append(Piece(piece.offset + first * piece.stride, piece.stride, last - first))
+    return tuple(found)
 
 
 def _real_pieces(cut: Layout, chunk: int) -> tuple[Piece, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from meshattn import __version__
 from meshattn.advice import NEAR, compare_layouts
-from meshattn.command.arguments import check_head_dim, size
+from meshattn.command.arguments import add_window, check_head_dim, size, window_of
 from meshattn.command.calibrate import add_calibrate, calibrate_command
 from meshattn.command.plan import add_plan, plan_command
 from meshattn.plan.assignment import Assignment, Tile, tiles
@@ -110,14 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     layouts.add_argument(
         "--ranks", type=int, required=True, metavar="P", help="ranks that share one sequence"
     )
-    layouts.add_argument(
-        "--window",
-        type=int,
-        nargs=2,
-        default=(-1, -1),
-        metavar=("LEFT", "RIGHT"),
-        help="keys seen before and after a query's own, -1 for no bound (the default); causal is RIGHT 0",
-    )
+    add_window(layouts)
     _add_shape(layouts)
     return parser
 
@@ -224,15 +217,8 @@ def _schedule(args: argparse.Namespace) -> str:
 
 
 def _layouts(args: argparse.Namespace) -> str:
-    if min(args.window) < -1:
-        raise ValueError(f"--window is {' '.join(map(str, args.window))}, but -1 is the least: no bound")
-    left, right = (None if size == -1 else size for size in args.window)
-    if args.causal and right:
-        raise ValueError(
-            f"--window is {' '.join(map(str, args.window))}, but under a causal mask, the default, RIGHT is "
-            "0: give 0 or add --no-causal"
-        )
-    figures = compare_layouts(args.seq_len, args.ranks, _shape(args), left, 0 if args.causal else right)
+    left, right = window_of(args)
+    figures = compare_layouts(args.seq_len, args.ranks, _shape(args), left, right)
     best, *others = figures
     lines = [
         f"take layout={best.layout!r}; time is that of the busiest rank of a nominal machine, and of layouts "

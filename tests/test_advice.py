@@ -102,3 +102,39 @@ def test_a_window_is_emulated_faster_where_its_hops_are_left_out() -> None:
         script = pass_script("forward", shape_of(seq_len, ranks), tile, topology, mask=mask)
         times[kind] = run(script, topology).total_us
     assert times["contiguous"] < times["zigzag"] < times["striped"]
+
+
+@pytest.mark.parametrize("documents", [(), (31,), (7, 1, 40, 40, 40)], ids=["one", "long", "several"])
+@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: f"window{window[0]},{window[1]}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_priced_masks_count_the_tiles_that_kernels_compute(
+    kind: LayoutKind, window: tuple[int | None, int | None], documents: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Between the visible pairs themselves and all tiles that a document and a piece may touch; a causal or a
+    full block counts a half or one, a block that nobody sees nothing."""
+    monkeypatch.setattr(advice, "ROWS", 2)
+    monkeypatch.setattr(advice, "KEYS", 4)
+    advice._count_band.cache_clear()
+    ranks, rows = 4, 32
+    left, right = window
+    cut = Layout(kind, ranks * rows, ranks, rows)
+    if documents:
+        documents = (*documents, ranks * rows - sum(documents))
+    mask = advice.priced_mask_of(cut, left, right, documents)
+    ends = torch.tensor([0, *documents]).cumsum(0)
+    bounds = {"cu_seqlens_q": ends, "cu_seqlens_k": ends} if documents else {}
+    size = tuple(-1 if n is None else n for n in window)
+    visible = visible_pairs(ranks * rows, ranks * rows, window_size=size, **bounds)
+    for p in range(ranks):
+        for q in range(ranks):
+            part = mask.part(p, q)
+            pairs = visible[list(cut.positions(p))][:, list(cut.positions(q))].double().mean().item()
+            if kind != "striped":
+                assert (part > 0) == (pairs > 0)
+            assert pairs - 0.1 <= part <= min(1.0, pairs + 0.35)
+            if not documents and window == (None, None):
+                assert part == 1.0
+            if kind == "striped" and not documents and window == (None, 0):
+                assert part == pytest.approx(0.5, abs=0.03)
+    advice._count_band.cache_clear()

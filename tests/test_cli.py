@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,9 @@ def test_wide_matrix_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
             "plan --ranks 6 --topology dgx-h200 --seq-len 1e30",
             "--seq-len is 1000000000000000019884624838656, but",
         ),
+        ("plan --ranks 6 --topology dgx-h200 --window 4 9", "--window is 4 9, but under a causal mask"),
+        ("plan --ranks 6 --topology dgx-h200 --documents 4 0", "--documents has 0, but must be at least 1"),
+        ("plan --ranks 256 --topology dgx-h200 --documents 4k", "at most 128 ranks can be planned"),
         ("plan --ranks 6 --topology dgx-h200 --heads 4100", "--heads is 4100, but must be at most 4096"),
     ],
 )
@@ -266,3 +270,20 @@ def test_gantt_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["gantt", "--schedule", "none"])
     assert "usage: meshattn gantt" in capsys.readouterr().err
+
+
+def test_plan_prices_windows_documents_and_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    """What contiguous chunks do not see is neither computed nor sent; striped ones see some of everything."""
+    base = "plan --ranks 8 --seq-len 64k --heads 8 --kv-heads 2 --topology dgx-h200 --heads-axis 1"
+
+    def ring(options: str) -> dict[str, Any]:
+        found = json.loads(out(capsys, f"{base} --show 99 --json {options}"))["candidates"]
+        (one,) = (each for each in found if each["name"] == "1x1x8 (ring)")
+        return one  # type: ignore[no-any-return]
+
+    plain, narrow, near = ring(""), ring("--window 2047 0"), ring("--window 2047 0 --layout contiguous")
+    packed, same = ring("--documents 8k --layout contiguous"), ring("--documents 64k")
+    assert plain["sent_bytes"] == narrow["sent_bytes"]
+    assert packed["sent_bytes"]["rank"] == 0 < near["sent_bytes"]["rank"] < plain["sent_bytes"]["rank"]
+    assert max(narrow["kernels_us"], near["kernels_us"], packed["kernels_us"]) < plain["kernels_us"] / 3
+    assert same["total_us"] == pytest.approx(plain["total_us"], rel=0.02)

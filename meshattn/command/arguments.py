@@ -34,3 +34,29 @@ def check_folder(name: str, path: Path | None) -> None:
     """Before the work, so that it is not lost."""
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"--{name} {path}: there is no folder {path.parent}")
+
+
+def add_window(parser: argparse.ArgumentParser) -> None:
+    """The argument that `window_of` reads."""
+    parser.add_argument(
+        "--window",
+        type=int,
+        nargs=2,
+        default=(-1, -1),
+        metavar=("LEFT", "RIGHT"),
+        help="keys seen before and after a query's own, -1 for no bound (the default); causal is RIGHT 0",
+    )
+
+
+def window_of(args: argparse.Namespace) -> tuple[int | None, int | None]:
+    """Keys before and after a query's own, None for no bound; ValueError for what is no window."""
+    given = " ".join(map(str, args.window))
+    if min(args.window) < -1:
+        raise ValueError(f"--window is {given}, but -1 is the least: no bound")
+    left, right = (None if size == -1 else size for size in args.window)
+    if args.causal and right:
+        raise ValueError(
+            f"--window is {given}, but under a causal mask, the default, RIGHT is 0: give 0 or add "
+            "--no-causal"
+        )
+    return left, 0 if args.causal else right

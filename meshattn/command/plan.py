@@ -5,21 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import get_args
 
-from meshattn.command.arguments import check_folder, size
+from meshattn.advice import priced_mask_of
+from meshattn.command.arguments import add_window, check_folder, size, window_of
 from meshattn.command.automatic import taken_by_auto, why_auto
+from meshattn.layouts import Layout, LayoutKind
 from meshattn.plan.cost import CallShape
 from meshattn.plan.coverage import coverage
 from meshattn.plan.planner import BOTH, Question, plan
 from meshattn.plan.prediction import Prediction, why
-from meshattn.plan.script import pace_of, pass_script
+from meshattn.plan.script import Mask, pace_of, pass_script
 from meshattn.plan.timeline import Timeline, run
 from meshattn.plan.topology import load_topology, presets
 from meshattn.plan.trace import write_trace
 
 MANY_RANKS = 512  # of which each is emulated
+MANY_MASKED = 128
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +38,15 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--heads-axis", type=int, metavar="W", help="only cuts with W ranks of the head axis")
     parser.add_argument("--memory", type=size, metavar="BYTES", help="cap on the peak of a rank, as 8G")
+    parser.add_argument("--layout", choices=get_args(LayoutKind), default="striped")
+    add_window(parser)
+    parser.add_argument(
+        "--documents",
+        type=size,
+        nargs="+",
+        metavar="LEN",
+        help="lengths of packed documents; the last repeats until the sequence is full",
+    )
     parser.add_argument("--forward", action="store_true", help="the forward alone, as for inference")
     parser.add_argument("--show", type=int, default=8, metavar="N", help="candidates to print (default 8)")
     parser.add_argument(
@@ -61,7 +75,7 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
         print(
             f"emulating each of {args.ranks} ranks: they do not fill their nodes", file=sys.stderr, flush=True
         )
-    question = Question(args.ranks, shape, topology, BOTH[:1] if args.forward else BOTH)
+    question = Question(args.ranks, shape, topology, BOTH[:1] if args.forward else BOTH, _mask(args, shape))
     found = plan(
         question,
         heads=args.heads_axis,
@@ -99,6 +113,31 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
     return "\n\n".join(filter(None, parts))
 
 
+def _mask(args: argparse.Namespace, shape: CallShape) -> Callable[[int], Mask] | None:
+    """None where all blocks cost the same."""
+    left, right = window_of(args)
+    documents: list[int] = args.documents or []
+    if documents and min(documents) < 1:
+        raise ValueError(f"--documents has {min(documents)}, but must be at least 1")
+    if left is None and not right and not documents and args.layout == "striped":
+        return None
+    if args.ranks > MANY_MASKED:
+        raise ValueError(
+            f"--ranks is {args.ranks}, but with a window, documents or a layout every block has its cost, "
+            f"and at most {MANY_MASKED} ranks can be planned"
+        )
+    while documents and sum(documents) < args.seq_len:
+        missing = args.seq_len - sum(documents)
+        documents = [*documents, *[documents[-1]] * (missing // documents[-1]), missing % documents[-1]]
+
+    @cache
+    def mask(heads: int) -> Mask:
+        cut = Layout(args.layout, args.seq_len, args.ranks // heads, heads * shape.rows)
+        return priced_mask_of(cut, left, right, documents)
+
+    return mask
+
+
 def _absent(question: Question, found: Sequence[Prediction]) -> str:
     """Why a known method is not in the table."""
     ranks, heads = question.ranks, question.shape.heads
@@ -132,7 +171,15 @@ def _recorded(question: Question, best: Prediction) -> list[Timeline]:
     pace = pace_of(question.topology, best.cut, best.order)
     return [
         run(
-            pass_script(direction, question.shape, best.cut, question.topology, order=best.order, pace=pace),
+            pass_script(
+                direction,
+                question.shape,
+                best.cut,
+                question.topology,
+                order=best.order,
+                mask=None if question.mask is None else question.mask(best.cut.heads),
+                pace=pace,
+            ),
             question.topology,
             record=True,
         )

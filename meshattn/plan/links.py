@@ -11,6 +11,7 @@ from .cost import CallShape, traffic
 from .heads import exchange, inner_shape
 from .placement import ORDER, Placement
 from .schedule import Direction
+from .script import Exchange, Script
 from .topology import Topology
 
 
@@ -19,7 +20,7 @@ class LinkUse:
     """Bytes of one pass, or of several."""
 
     rank: int
-    """What a rank sends; all send the same."""
+    """What a rank sends, where masks leave hops out the one that sends most."""
     port: int
     """What goes out of the busiest GPU inside its node."""
     card: int
@@ -71,6 +72,33 @@ def _counts(placement: Placement) -> tuple[list[Counts], list[Counts], list[Coun
         for number in range(3)
     )
     return kinds(ports), kinds(cards), kinds(nodes), everything
+
+
+def used_links(script: Script, topology: Topology) -> LinkUse:
+    """What the exchanges of a script send, counted one by one: where masks leave hops out."""
+    placement = script.placement
+    ports, cards, nodes, ranks = Counter[int](), Counter[Any](), Counter[int](), Counter[int]()
+    for entry in script.entries:
+        if not isinstance(entry, Exchange):
+            continue
+        for rank, peer in enumerate(placement.peers(entry.axis, entry.offset)):
+            if entry.sends is None or entry.sends[rank]:
+                ranks[rank] += entry.num_bytes
+                if placement.node(rank) == placement.node(peer):
+                    ports[rank] += entry.num_bytes
+                else:
+                    cards[placement.card(rank)] += entry.num_bytes
+                    nodes[placement.node(rank)] += entry.num_bytes
+    rank, port, card, node = (max(each.values(), default=0) for each in (ranks, ports, cards, nodes))
+    return LinkUse(
+        rank=rank,
+        port=port,
+        card=card,
+        node=node,
+        leaving=sum(nodes.values()),
+        port_us=port / (1e3 * topology.inside.gb_per_s),
+        card_us=card / (1e3 * topology.across.gb_per_s) if card else 0.0,
+    )
 
 
 def link_use(direction: Direction, shape: CallShape, placement: Placement, topology: Topology) -> LinkUse:

@@ -7,20 +7,21 @@ the best time is below the bound of all others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
-from .assignment import Tile, tiles
+from .assignment import Assignment, Tile, tiles
 from .cost import CallShape, Pace, choose_tile, total_bytes
 from .heads import buffer_memory, exchange, inner_shape
 from .hops import Visibility
 from .kernel_times import BlockPass
-from .links import LinkUse, link_use
+from .links import LinkUse, link_use, used_links
 from .placement import ORDER, Cut, MeshAxis, Placement
 from .prediction import Prediction
 from .schedule import Direction
-from .script import block_times, num_groups, pace_of, pass_script
+from .script import Mask, block_times, num_groups, pace_of, partial_us, pass_script
 from .timeline import run
 from .topology import Topology
 
@@ -35,6 +36,8 @@ class Question:
     shape: CallShape
     topology: Topology
     passes: tuple[Direction, ...] = BOTH
+    mask: Callable[[int], Mask] | None = None
+    """By the ranks of the head axis; None is causal striping or a full mask, as ``shape`` says."""
 
     def placement(self, cut: Cut, order: tuple[MeshAxis, ...]) -> Placement:
         return Placement(cut, order, self.topology.gpus_per_node, self.topology.gpus_per_nic)
@@ -59,12 +62,29 @@ class Question:
         inner = self.inner(cut, order)
         times = block_times(self.topology.kernels, inner)
         half = 0 if inner.causal else 1
+        work = float(cut.tile.ranks)  # blocks of half or of all their pairs
+        if self.mask is not None:
+            half, work = 1, self._busiest(cut, times)
         pairs: tuple[tuple[BlockPass, BlockPass], ...] = (("forward", "merging"), ("backward", "adding"))
         each = [min(times[what][half] for what in names) for names in pairs if names[0] in self.passes]
-        return sum(each) * cut.tile.ranks * groups
+        return sum(each) * work * groups
+
+    def _busiest(self, cut: Cut, times: Mapping[BlockPass, tuple[float, float]]) -> float:
+        """What a mask leaves to the busiest rank, at least, in full blocks."""
+        assert self.mask is not None
+        mask, tile = self.mask(cut.heads), Assignment(cut.tile)
+        halves = min(half / whole for half, whole in times.values())
+
+        def of_rank(chunk: int) -> float:
+            blocks = product(tile.queries(chunk), tile.keys(chunk))
+            return sum(partial_us(mask.part(p, q), halves, 1.0) for p, q in blocks)
+
+        return max(map(of_rank, range(cut.tile.ranks)))
 
     def bound_us(self, cut: Cut, order: tuple[MeshAxis, ...]) -> float:
         """No list is faster."""
+        if self.mask is not None:  # hops that it leaves out are not counted here
+            return self.kernels_us(cut, order)
         links = self.links(cut, order)
         return max(self.kernels_us(cut, order), links.port_us, links.card_us)
 
@@ -95,8 +115,12 @@ class Question:
         pace = pace or pace_of(self.topology, cut, order)
         total = compute = exposed = 0.0
         exchanges = 0
+        links: list[LinkUse] = []
+        mask = None if self.mask is None else self.mask(cut.heads)
         for direction in self.passes:
-            script = pass_script(direction, self.shape, cut, self.topology, order=order, pace=pace)
+            script = pass_script(direction, self.shape, cut, self.topology, order=order, mask=mask, pace=pace)
+            if mask is not None:
+                links.append(used_links(script, self.topology))
             timeline = run(script, self.topology)
             total += timeline.total_us
             compute += max(timeline.compute_us)
@@ -106,7 +130,7 @@ class Question:
             cut=cut,
             order=order,
             where=self.placement(cut, order).describe(),
-            links=self.links(cut, order),
+            links=self.links(cut, order) if mask is None else sum(links[1:], links[0]),
             memory=self.memory(cut, order),
             workspace=self.workspace(cut, order) if "backward" in self.passes else 0,
             bound_us=self.bound_us(cut, order),

@@ -13,6 +13,7 @@ from meshattn.plan.kernel_times import KernelTimes
 from meshattn.plan.placement import ORDER, Cut, Placement, order_of, rank_order
 from meshattn.plan.planner import BOTH, Question, choose, cuts, plan
 from meshattn.plan.prediction import why
+from meshattn.plan.script import Mask
 from plan.topology_cases import FLAT, call, cluster
 
 
@@ -69,17 +70,56 @@ def test_memory_counts_what_the_kernel_keeps_for_itself() -> None:
     blocks = tuple(replace(block, workspace=100 * block.rows * block.heads) for block in FLAT.blocks)
     topology = replace(cluster(4), kernels=KernelTimes("greedy", blocks))
     for passes in (BOTH, BOTH[:1]):
-        free, full = (
-            plan(Question(12, call(700), which, passes), at_least=99) for which in (cluster(4), topology)
-        )
-        assert {each.cut for each in free} == {each.cut for each in full}
-        for each in full:
-            (same,) = (other for other in free if other.cut == each.cut and other.order == each.order)
-            inner = Question(12, call(700), topology).inner(each.cut, each.order)
-            own = 100 * inner.chunk_keys * inner.heads if len(passes) == 2 else 0
-            assert each.workspace == own and each.memory - same.memory <= own
-            if each.cut.heads == 1:  # its backward needs more than its forward
-                assert each.memory - same.memory == own
+        free, full = (Question(12, call(700), which, passes) for which in (cluster(4), topology))
+        for cut in cuts(12, call(700)):
+            inner = full.inner(cut)
+            own = 100 * inner.chunk_keys * inner.heads
+            assert full.workspace(cut) == own and free.workspace(cut) == 0
+            more = full.memory(cut) - free.memory(cut)
+            assert more <= (own if "backward" in passes else 0)
+            if cut.heads == 1:  # its backward needs more than its forward
+                assert more == (own if "backward" in passes else 0)
+    ring = Cut(1, Tile(1, 12))
+    assert full.predict(ring).workspace == 0 < replace(full, passes=BOTH).predict(ring).workspace
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_that_leaves_as_much_of_every_block_plans_as_none(causal: bool) -> None:
+    """All figures, of every cut and placement: each rank is followed then, and every byte counted."""
+    shape = replace(call(700), causal=causal)
+
+    def mask(heads: int) -> Mask:
+        return Mask(12 // heads, lambda p, q: 0.5 if causal else 1.0)
+
+    topology = cluster(4, between=3.0, latency_us=2.0, gpus_per_nic=2, copy_engines=True)
+    plain, masked = (Question(12, shape, topology, mask=which) for which in (None, mask))
+    for cut in cuts(12, shape):
+        for order in cut.orders(4)[-1:]:
+            a, b = plain.predict(cut, order), masked.predict(cut, order)
+            assert a.links == b.links and a.memory == b.memory and a.exchanges == b.exchanges
+            for name in ("total_us", "kernels_us", "compute_us", "exposed_us"):
+                assert getattr(b, name) == pytest.approx(getattr(a, name), abs=1e-6), name
+
+
+def test_a_mask_that_leaves_blocks_out_is_planned_as_far_as_it_goes() -> None:
+    """Contiguous chunks under a causal mask: the busiest rank of a ring computes all, the first one block;
+    what nobody needs is not sent."""
+
+    def triangle(heads: int) -> Mask:
+        return Mask(8 // heads, lambda p, q: 1.0 if q < p else 0.5 if q == p else 0.0)
+
+    plain = Question(8, call(700), cluster(4, between=3.0))
+    masked = replace(plain, mask=triangle)
+    ring = Cut(1, Tile(1, 8))
+    full = plain.kernels_us(ring)
+    assert masked.kernels_us(ring) == pytest.approx(full * 7.5 / 8)
+    for each in plan(masked, at_least=99):
+        same = plain.predict(each.cut, each.order)
+        assert each.links.rank <= same.links.rank
+        assert each.bound_us <= each.total_us <= same.total_us * (1 + 1e-9)
+        assert each.total_us == pytest.approx(each.kernels_us + each.other_us + each.exposed_us)
+    (found,) = (each for each in plan(masked) if each.cut == ring)
+    assert found.links.leaving < plain.links(ring, found.order).leaving
 
 
 def test_why_names_what_wins() -> None:
