@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from meshattn.layouts import LayoutKind
+from meshattn.mesh_arguments import seconds_of
 from meshattn.plan.assignment import Tile, tiles
 from model import ModelConfig
 
@@ -150,7 +151,7 @@ def parse(arguments: Sequence[str] | None = None, *, speaks: bool = True) -> Opt
 
 def check(options: Options) -> None:
     """Raises ValueError for values that fit no run."""
-    for name in ("head_axis", "seq_len", "batch_size", "steps", "lr", "clip", "timeout"):
+    for name in ("head_axis", "seq_len", "batch_size", "steps", "lr", "clip"):
         if not 0 < getattr(options, name) < math.inf:  # NaN is in no order
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be positive")
     for name in ("warmup", "weight_decay", "kv_heads", "documents", "softcap"):
@@ -162,6 +163,9 @@ def check(options: Options) -> None:
         raise ValueError(f"--window is {options.window}; it must be a number of keys, or -1 for all")
     if not 0 <= options.dropout < 1:
         raise ValueError(f"--dropout is {options.dropout}; it must be a probability below 1")
+    if not 0 <= options.seed < 2**63:
+        raise ValueError(f"--seed is {options.seed}; it must be a number from 0 to 2**63 - 1")
+    seconds_of(options.timeout)
     for name in ("seq_len", "documents"):
         if getattr(options, name) == 1:
             raise ValueError(f"--{name.replace('_', '-')} is 1; there is no next token to learn")

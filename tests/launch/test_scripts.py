@@ -91,6 +91,8 @@ def test_tiles_that_do_not_fit_are_refused(arguments: list[str], message: str) -
         (["--warmup", "-1"], "--warmup is -1; it must not be negative"),
         (["--weight-decay", "nan"], "--weight-decay is nan; it must not be negative"),
         (["--clip", "nan"], "--clip is nan; it must be positive"),
+        (["--seed", "-1"], "--seed is -1; it must be a number from 0 to 2**63 - 1"),
+        (["--timeout", "1e300"], "timeout is 1e+300: give seconds between 0.001 and 1e7"),
         (["--window", "-2"], "--window is -2; it must be a number of keys, or -1"),
         (["--dim", "100", "--heads", "3"], "dim 100 is not a multiple of heads 3"),
         (["--dim", "48", "--heads", "4"], "head size must be a multiple of 8"),
