@@ -130,6 +130,26 @@ def test_beside_flash_attention() -> None:
         assert words.format(**found) in _flat(README)
 
 
+def test_what_masks_cost() -> None:
+    report, said = _linked("mask-costs", USAGE), _rows(USAGE)
+    table = [[cell.strip() for cell in line.split("|")] for line in report.splitlines() if "| D" in line]
+    found = {(case.split("-")[0], *way.split(), name): cells for _, case, way, name, *cells in table}
+    for name, words in (
+        ("documents", "documents of 1k tokens on average"),
+        ("window", "a window of 1k keys"),
+    ):
+        assert said[words] == [words, *_costs(found, name, "hopper"), *_costs(found, name, "triton")[1:]]
+    for name in ("softcap", "dropout"):
+        pairs, *costs = _costs(found, name, "triton")
+        assert said[name] == [name, pairs, "-", "-", *costs]
+
+
+def _costs(found: dict[tuple[str, ...], list[str]], name: str, kernel: str) -> list[str]:
+    """Its part of the pairs, and of the time with both head sizes."""
+    each = [[found[size, kernel, way, name] for way in PASSES] for size in ("D128", "D64")]
+    return [each[0][0][2], *(" / ".join(cells[1] for cells in both) for both in each)]
+
+
 def test_the_rule_of_the_kernels() -> None:
     oldest, unknown = rules.HOPPER_OLDEST_TRITON, rules.HOPPER_FIRST_UNKNOWN_TRITON
     known = [_dotted((3, minor)) for minor in range(10) if (3, minor) >= oldest and (3, minor) < unknown]
@@ -147,9 +167,9 @@ def test_the_table_was_found() -> None:
     assert len(PLANNED) == 6 and len(WINDOWED) == 3
 
 
-def _linked(name: str) -> str:
-    """The report that the README links."""
-    (path,) = set(re.findall(rf"\(\s*(benchmarks/reports/[\d-]+-{name}\.md)\)", README))
+def _linked(name: str, text: str = README) -> str:
+    """The report that the text links."""
+    (path,) = set(re.findall(rf"\(\s*(?:\.\./)?(benchmarks/reports/[\d-]+-{name}\.md)\)", text))
     return (ROOT / path).read_text()
 
 
