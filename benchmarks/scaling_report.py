@@ -95,7 +95,7 @@ def case_table(found: Mapping[str, Row]) -> str:
         "exposed",
         "sent a rank GiB",
     ]
-    head += ["less than ring", "busiest card GiB", "leaving all nodes GiB", "buffers GiB"]
+    head += ["less than ring", "busiest card GiB", "leaving all nodes GiB", "peak GiB"]
     lines = []
     for method in METHODS:
         if method in found:
@@ -285,25 +285,26 @@ INTRO = """\
 Forward and backward of one attention layer: 32 query heads of 128, 32 (MHA) or 8 (GQA) key/value heads,
 bfloat16, batch 1, striped chunks. Nothing here ran on that many GPUs: all ranks are emulated
 (`meshattn.plan.timeline`) with the step lists that the library runs, made for the cluster (`topology=`).
-Kernel times are those of the `hopper` kernel on one H200, every block size measured (`block_times.py`,
-up to 64k rows of 32 heads and 256k rows of 2; larger blocks keep that rate). `dgx-h200` has 8 GPUs a
-node with 370 GB/s each inside and 50 GB/s each between nodes; `a3-high` has 25 GB/s for every two GPUs
-between nodes. Exchanges cost 10 us inside a node and 20 or 30 us between nodes, queueing one thing 20 us
-of the host.
+Kernel times are those of the `hopper` kernel on one H200 (`block_times.py`): every block shape of every
+cut here has been measured, none is extrapolated, and cuts of larger blocks (above 256k rows of 32 heads
+or a million of 4) are left out, as "-" where a method has no other. `dgx-h200` has 8 GPUs a node with
+370 GB/s each inside and 50 GB/s each between nodes; `a3-high` has 25 GB/s for every two GPUs between
+nodes. Exchanges cost 10 us inside a node and 20 or 30 us between nodes, queueing one thing 20 us of the
+host.
 
 Ring is the tile (1, P), node by node, so that one rank of a node sends to the next node; it has the same
 kernel and the cheaper of both types for partial results (bfloat16, as all others). The double ring
 passes chunks round the node and once a round from every GPU to the next node; it is emulated at its
 best, without a step list of the library. USP is heads x ring. Every method takes its best cut and
-placement; of cuts within 1 % of the least time the one that sends least stands in the tables (with a
-head axis the fastest on dgx-h200 at 256 GPUs and 1M tokens, MHA, has 95.3 % of its step in kernels
-alone). Lists made for nominal links, instead of for the cluster, would make ring 0.6 % faster and tiles
-up to a quarter slower."""
+placement; of cuts within 1 % of the least time the one that sends least stands in the tables. Lists made
+for nominal links, instead of for the cluster, would make ring 0.6 % faster and tiles up to a quarter
+slower."""
 READING = """\
 Sent is what a rank hands to its links, inside or between nodes. A ring crosses the border of a node with
 one rank alone, so what leaves a node in all is what one card sends: there a tile saves far less, or
 sends more, though no single card sends as much. What matters for time is the busiest card. Kernels alone
-is the time of the blocks over the step."""
+is the time of the blocks over the step; the peak is that of the library's buffers and of what the kernel
+keeps for itself."""
 TIMES = """\
 A forward of ring on rank 0, which sends to another node, and on the two behind it, and one of the tile
 8x32, whose ranks are all alike. Every step of the ring is as long as the hop between nodes, and all ranks
@@ -325,6 +326,7 @@ Its seconds cannot be compared, only their ratio; the seconds above are of one l
 COMMANDS = """## Commands
 
     python benchmarks/block_times.py --out times.json      # on an H200: the kernel table of both presets
+    python benchmarks/block_times.py --out times.json --study
     python benchmarks/scaling.py --out scaling.jsonl
     python benchmarks/scaling_report.py scaling.jsonl
     meshattn plan --ranks 256 --seq-len 1M --heads 32 --kv-heads 32 --topology dgx-h200 --reduce-dtype bf16"""

@@ -42,7 +42,7 @@ def test_the_report_has_all_methods(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from scaling_report import Row, Study, case_table, less_sent, records, speed_up, strong_table
 
-    case = scaling.Case("dgx-h200", 16, 2**17, "MHA", True)
+    case = scaling.Case("dgx-h200", 16, 2**17, "GQA", True)
     found = scaling.answer(case)
     lines = [json.dumps({"name": str(one.case), **asdict(one)}) for one in found]
     study = Study([Row.read(line) for line in lines])
@@ -51,6 +51,6 @@ def test_the_report_has_all_methods(tmp_path: Path) -> None:
     assert speed_up(methods, "ring") == 1 and less_sent(methods, "double ring") == 0
     text = case_table(methods)
     assert all(f"| {name}" in text for name in ("ring", "double ring", "USP", "mesh with head axis"))
-    assert strong_table(study, "dgx-h200", "MHA", True).count("\n") == 1  # no million tokens here
+    assert strong_table(study, "dgx-h200", "GQA", True).count("\n") == 1  # no million tokens here
     times = {r.metric: r for r in records(study) if r.metric.endswith("step ms")}
     assert times["ring: step ms"].ratio == 1 and len(times) == len(methods)
