@@ -239,7 +239,8 @@ def test_plan_says_what_it_extrapolates_and_what_measures_it(
 def test_plan_shows_what_auto_takes_and_why_it_differs(capsys: pytest.CaptureFixture[str]) -> None:
     """Exactly what a mesh of these arguments takes, with the topology and without."""
     from meshattn.mesh_arguments import auto_heads
-    from meshattn.plan.planner import choose
+    from meshattn.plan.cost import NOMINAL
+    from meshattn.plan.planner import Question, choose
     from meshattn.plan.topology import load_topology
 
     command = "plan --ranks 24 --seq-len 24k --heads 24 --kv-heads 6 --topology a3-high"
@@ -251,6 +252,10 @@ def test_plan_shows_what_auto_takes_and_why_it_differs(capsys: pytest.CaptureFix
         for name, number in (("tile", 1), ("heads", int(heads))):
             cut = choose(24, shape, heads=number, topology=topology)
             wanted[f'{name}="auto"{end}'] = (cut.heads, str(cut.tile))
+            pace = NOMINAL if topology is None else None
+            told = Question(24, shape, load_topology("a3-high")).predict(cut, cut.orders(8)[0], pace=pace)
+            (one,) = (each for each in found if each["taken_by"] == f'{name}="auto"{end}')
+            assert one["total_us"] == pytest.approx(told.total_us)
     assert {each["taken_by"]: (each["heads"], each["tile"]) for each in found} == wanted
     assert all(any(line.endswith(f"  {name}") for line in text.splitlines()) for name in wanted)
     assert wanted['tile="auto"'] != wanted['tile="auto", no topology'], "else the test says nothing"

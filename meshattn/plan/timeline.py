@@ -8,7 +8,7 @@ its bytes over the bandwidth: of the port inside a node, else of the network car
 ranks that share the card and send over it in this pass. The host queues one thing after the other and waits
 for nothing.
 
-Copy engines (``copy_engines`` of the link inside a node) have all that they do on one stream in the order of
+Copy engines (``copy_engines`` of a link) have all that they do on one stream in the order of
 the list, arrivals too. What kernels have made waits for them as above; other chunks go on while kernels are
 busy, as soon as the slot that they fill is free.
 
@@ -127,12 +127,13 @@ def run(script: Script, topology: Topology, *, record: bool = False) -> Timeline
 class _Stream:
     """Exchanges of the axes inside a node, or of the others."""
 
-    def __init__(self, lane: str, size: int, *, paired: bool, link: Link | None) -> None:
+    def __init__(self, lane: str, size: int, link: Link | None) -> None:
         self.lane = lane
         self.free = [0.0] * size
-        self.paired = paired  # both directions of an exchange end together, and need both ends' streams
         self.sm_share = 0.0 if link is None else link.sm_share
-        self.copies = link is not None and link.copy_engines and not paired
+        self.copies = link is not None and link.copy_engines
+        # Both directions of an exchange end together, and need both ends' streams.
+        self.paired = lane == "net" and not self.copies
 
 
 class _Run:
@@ -147,8 +148,8 @@ class _Run:
         self.host = 0.0
         self.port_out = [0.0] * self.size
         self.port_in = [0.0] * self.size
-        node = _Stream("node", self.size, paired=False, link=topology.inside)
-        net = _Stream("net", self.size, paired=True, link=topology.between)
+        node = _Stream("node", self.size, topology.inside)
+        net = _Stream("net", self.size, topology.between)
         inside = fabric.placement.inside_axes
         self.stream = {key: node if key[0] in inside else net for key in fabric.keys}
         self.to = {key: [kind[fabric.to[key][rank]] for rank in fabric.ranks] for key in fabric.keys}

@@ -263,6 +263,7 @@ def test_the_first_block_of_a_line_is_cheaper_than_one_that_adds() -> None:
 def played(gpus_per_node: int, tile: Tile, *entries: Entry, copy_engines: bool = False) -> list[float]:
     """When each rank ends; a GB/s is a thousand bytes a microsecond, latency 1, exchanges move 5000 bytes."""
     topology = cluster(gpus_per_node, inside=1.0, between=1.0, latency_us=1.0, copy_engines=copy_engines)
+    topology = replace(topology, between=replace(topology.across, copy_engines=copy_engines))
     placement = Placement(Cut(1, tile), ("row", "col", "heads"), gpus_per_node)
     timeline = run(Script("by hand", placement, entries, shares=False), topology)
     return [timeline.end_us[kind] for kind in timeline.kind]
@@ -282,13 +283,15 @@ def test_an_exchange_waits_for_both_ends_and_holds_both_up(gpus_per_node: int) -
 SLOT: Slot = ("col", 1)
 
 
+@pytest.mark.parametrize("gpus_per_node", [1, 3], ids=["across", "inside"])
 @pytest.mark.parametrize("copies", [False, True], ids=["kernels-first", "copy-engines"])
-def test_copy_engines_pass_on_what_kernels_did_not_make(copies: bool) -> None:
+def test_copy_engines_pass_on_what_kernels_did_not_make(copies: bool, gpus_per_node: int) -> None:
     """What came at 6 is used by a kernel until 16 and goes on at once; what that kernel made waits for it."""
     work = Kernel("work", 10.0)
     for made, done in ((False, 16.0 if copies else 22.0), (True, 22.0)):
         first, onward = (Exchange(n, "x", "col", -1, 5000, made=made) for n in range(2))
-        ends = played(3, Tile(1, 3), first, Wait(0), work, onward, Wait(1), copy_engines=copies)
+        entries = first, Wait(0), work, onward, Wait(1)
+        ends = played(gpus_per_node, Tile(1, 3), *entries, copy_engines=copies)
         assert ends == [done] * 3
 
 
@@ -305,10 +308,21 @@ def test_a_chunk_waits_for_the_slot_that_it_fills_and_for_no_later_kernel() -> N
         )
 
 
-def test_who_waits_for_an_arrival_has_made_all_copies_queued_before() -> None:
+@pytest.mark.parametrize("gpus_per_node", [1, 3], ids=["across", "inside"])
+def test_who_waits_for_an_arrival_has_made_all_copies_queued_before(gpus_per_node: int) -> None:
     """They stand on one stream: rank 1 sends until 12, though what it waits for came at 6."""
     own, more = Exchange(0, "x", "col", -1, 5000, made=False), only(1, "col", -1, 3, 1)
-    assert played(3, Tile(1, 3), own, more, Wait(0), Wait(1), copy_engines=True) == [12.0, 12.0, 6.0]
+    entries = own, more, Wait(0), Kernel("work", 1.0), Wait(1)
+    assert played(gpus_per_node, Tile(1, 3), *entries, copy_engines=True) == [12.0, 13.0, 7.0]
+
+
+def test_the_first_chunk_of_each_head_group_waits_for_what_stood_there_before() -> None:
+    topology, cut = cluster(16), Cut(2, Tile(1, 4))
+    shape = call(30000, heads=8, kv_heads=8)
+    assert num_groups(shape, cut, topology) > 1
+    script = pass_script("forward", shape, cut, topology)
+    made = [e.made for e in script.entries if isinstance(e, Exchange) and e.axis == "col"]
+    assert made == [True, False, False] * num_groups(shape, cut, topology)
 
 
 def test_chunks_of_a_chain_wait_for_slots_that_are_filled_again() -> None:
