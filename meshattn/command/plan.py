@@ -38,7 +38,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--heads-axis", type=int, metavar="W", help="only cuts with W ranks of the head axis")
     parser.add_argument("--memory", type=size, metavar="BYTES", help="cap on the peak of a rank, as 8G")
-    parser.add_argument("--layout", choices=get_args(LayoutKind), default="striped")
+    parser.add_argument("--layout", choices=get_args(LayoutKind), default="striped", help="default striped")
     add_window(parser)
     parser.add_argument(
         "--documents",
