@@ -107,13 +107,19 @@ def report(
         ["cut", *outcomes[0].errors, "digest of the bits"],
         [[x.name, *(f"{error:.1e}" for error in x.errors.values()), f"{x.bits:016x}"] for x in outcomes],
     )
+    counted = any(x.peak for x in outcomes)  # nobody counts what CPU ranks take
     names = ["cut", "GiB sent fwd", "bwd", "peak GiB", "by formula", "measured / formula"]
     names += ["out, lse, delta", "gradients", "buffers", "kernel's own"]
     sizes = []
     for x in outcomes:
         expected = x.expected_peak
         parts = (x.kept, x.gradients, x.buffers, x.own)
-        sizes.append([x.name, *map(_gib, (*x.sent.values(), x.peak, expected)), f"{x.peak / expected:.3f}"])
+        peak = (
+            (_gib(x.peak), _gib(expected), f"{x.peak / expected:.3f}")
+            if counted
+            else ("", _gib(expected), "")
+        )
+        sizes.append([x.name, *map(_gib, x.sent.values()), *peak])
         sizes[-1] += map(_gib, parts)
     memory = table(names, sizes)
     text = "\n\n".join(
@@ -145,8 +151,9 @@ def _records(case: Case, outcomes: Sequence[Outcome], alone: Alone, ranks: int) 
         for step, num_bytes in x.sent.items():
             ratio = num_bytes / x.formula[step] if x.formula[step] else None
             records.append(Record("million", mine, f"{step} bytes", num_bytes, "formula", ratio))
-        ratio = x.peak / x.expected_peak
-        records.append(Record("million", mine, "peak bytes", x.peak, "formula", ratio))
+        if x.peak:
+            ratio = x.peak / x.expected_peak
+            records.append(Record("million", mine, "peak bytes", x.peak, "formula", ratio))
     return records
 
 
