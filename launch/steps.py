@@ -19,6 +19,10 @@ KINDS: dict[str, Callable[..., object]] = {
 }
 
 
+class Refused(ValueError):
+    """Attention does not take what it is given, as all ranks find together."""
+
+
 def make_attention(kind: str, seq: ma.ShardedSequence, window: int = -1, **options: Any) -> Attention:
     """Causal attention over the whole sequence, from this rank's rows.
 
@@ -29,7 +33,10 @@ def make_attention(kind: str, seq: ma.ShardedSequence, window: int = -1, **optio
     attend = KINDS[kind]
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend(q, k, v, seq, causal=True, window_size=(window, -1), **options)
+        try:
+            out = attend(q, k, v, seq, causal=True, window_size=(window, -1), **options)
+        except ValueError as error:
+            raise Refused(str(error)) from error
         assert isinstance(out, Tensor)
         return out
 

@@ -25,7 +25,7 @@ from data import Corpus, batch, documents, open_corpus
 from model import Decoder
 from options import Options, choose_tile, parse
 from ranks import Place, agree, choose_device, joined
-from steps import compute_gradients, make_attention, make_optimizer, warmed_up
+from steps import Refused, compute_gradients, make_attention, make_optimizer, warmed_up
 
 try:
     from tqdm import tqdm
@@ -187,8 +187,8 @@ def run(options: Options, place: Place) -> None:
         for step in range(options.steps):
             try:
                 record = trainer.step(step)
-            except ValueError as error:
-                if step == 0:  # a mask that the kernel does not take, which attention refuses on all ranks
+            except Refused as error:
+                if step == 0:  # a kernel that does not take the mask, for example
                     agree(str(error), "")
                 raise
             if log is not None:
