@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from meshattn.cli import main
+from meshattn.command import measure
 from meshattn.command.measure import Sizes, calibrate
 from meshattn.plan.topology import Topology, load_topology
 from meshattn.testing import run_ranks
@@ -91,3 +93,39 @@ def test_messages_that_give_no_bandwidth_are_refused(
     with pytest.raises(SystemExit):
         main(["calibrate", "--out", "cluster.json", "--messages", *messages])
     assert "--messages" in capsys.readouterr().err
+
+
+class FakeGpu:
+    """A device that works through what is queued, and a host that needs a while to queue it."""
+
+    def __init__(self, host_us: float, device_us: float) -> None:
+        self.host_us, self.device_us = host_us, device_us
+        self.host = self.device = 0.0
+
+    def run(self) -> None:
+        self.host += self.host_us
+        self.device = max(self.device, self.host) + self.device_us
+
+    def sleep(self, cycles: int) -> None:
+        self.device = max(self.device, self.host) + 1e6 * cycles / measure.CYCLES
+
+    def synchronize(self, *_: object) -> None:
+        self.host = max(self.host, self.device)
+
+    def event(self, **_: bool) -> SimpleNamespace:
+        event = SimpleNamespace(at=0.0, synchronize=self.synchronize)
+        event.record = lambda: setattr(event, "at", max(self.device, self.host))
+        event.elapsed_time = lambda other: (other.at - event.at) / 1e3
+        return event
+
+
+@pytest.mark.parametrize(("host_us", "device_us"), [(60.0, 11.0), (3.0, 800.0), (40.0, 5000.0)])
+def test_times_of_gpus_are_the_devices_and_not_the_hosts(
+    host_us: float, device_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGpu(host_us, device_us)
+    for name, fake in {"_sleep": gpu.sleep, "Event": gpu.event, "synchronize": gpu.synchronize}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: gpu.host / 1e6))
+    found = measure._median_us(gpu.run, torch.device("cuda"), lambda value: value)
+    assert found == pytest.approx(device_us)

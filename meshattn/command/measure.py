@@ -35,6 +35,8 @@ from meshattn_kernels import UNBOUNDED, BandIntervals, choose_kernel, get_kernel
 from meshattn_kernels.contract import ACCUMULATOR_KINDS, accumulator_dtype
 
 REPEATS = 7
+CYCLES = 2e9
+"""Of a GPU, in a second, at most."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -194,7 +196,7 @@ def _exchange_us(
         handle.wait()
         handle.release()
 
-    return _median_us(exchange, device, before=lambda: _agreed(mesh, 0.0, device))
+    return _median_us(exchange, device, partial(_agreed, mesh, device=device))
 
 
 def _block(
@@ -236,7 +238,7 @@ def _block(
         )
 
     def us(run: Callable[[bool], None], first: bool) -> float:
-        spent = _median_us(partial(run, first), device, before=lambda: _agreed(mesh, 0.0, device))
+        spent = _median_us(partial(run, first), device, partial(_agreed, mesh, device=device))
         return round(_agreed(mesh, spent, device), 2)
 
     return BlockTime(
@@ -268,7 +270,7 @@ def _memory(mesh: AttentionMesh, device: torch.device) -> float:
     """Gigabytes a second of an addition: two reads and a write."""
     numbers = 2**24 if device.type == "cuda" else 2**20
     a, b = (torch.zeros(numbers, device=device) for _ in range(2))
-    spent = _median_us(lambda: a.add_(b), device, before=lambda: _agreed(mesh, 0.0, device))
+    spent = _median_us(lambda: a.add_(b), device, partial(_agreed, mesh, device=device))
     return round(3 * 4e-3 * numbers / _agreed(mesh, spent, device), 1)
 
 
@@ -286,29 +288,43 @@ def _start(device: torch.device) -> float:
     return round(spent, 2)
 
 
-def _median_us(run: Callable[[], object], device: torch.device, *, before: Callable[[], object]) -> float:
-    """Of runs one behind the other; ``before`` lets all ranks begin together."""
-
-    def synchronize() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+def _median_us(run: Callable[[], object], device: torch.device, agree: Callable[[float], float]) -> float:
+    """Of runs one behind the other. Collective, as ``agree``, which also lets all ranks begin together."""
     run()
-    synchronize()
-    spent: list[float] = []
-    batch = 1
-    while len(spent) < REPEATS:
-        before()
-        begin = time.perf_counter()
-        for _ in range(batch):
-            run()
-        synchronize()
-        spent.append((time.perf_counter() - begin) * 1e6 / batch)
-        if device.type == "cuda" and len(spent) == 1 and spent[0] < 2e3 and batch == 1:
-            batch, spent = 10, []
-    middle = statistics.median(spent)
+    if device.type != "cuda":
+        return statistics.median(_host_us(run, agree) for _ in range(REPEATS))
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    run()
+    host = agree(time.perf_counter() - begin)
+    torch.cuda.synchronize(device)
+    batch = 10 if agree(time.perf_counter() - begin) < 2e-3 else 1
+    lead = round(CYCLES * min(3 * batch * host + 1e-4, 0.5))
+    middle = statistics.median(_device_us(run, batch, lead, agree) for _ in range(REPEATS))
     assert math.isfinite(middle)
     return middle
+
+
+def _host_us(run: Callable[[], object], agree: Callable[[float], float]) -> float:
+    """Of work that ends before the call does."""
+    agree(0.0)
+    begin = time.perf_counter()
+    run()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def _device_us(run: Callable[[], object], batch: int, lead: int, agree: Callable[[float], float]) -> float:
+    """Of what the device does, behind so many cycles in which the host gets ahead of it."""
+    agree(0.0)
+    event = partial(torch.cuda.Event, enable_timing=True)
+    begin, end = event(), event()
+    torch.cuda._sleep(lead)  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(batch):
+        run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / batch
 
 
 def sizes_of(

@@ -3,7 +3,8 @@
 A block is a chunk of queries against a chunk of keys. Its rate (visible pairs, heads and head size a
 microsecond) grows with its size and with the number of heads until the GPU is full; between the entries of
 the table the logarithm of the rate is a straight line over those of rows and of heads. Beyond the largest
-block the rate stays, below the smallest the time does. No entry is left out and none is fitted, so a block
+block the rate stays, below the smallest the time does; fewer heads than any entry has are at least as fast as
+a shorter block with as many tiles. No entry is left out and none is fitted, so a block
 that is in the table takes the time that is written there.
 """
 
@@ -126,6 +127,9 @@ class KernelTimes:
         size = math.log(rows * keys) / 2
         by_heads = [(math.log(n), _at(curve, size, slope=2.0)) for n, curve in curves]
         rate = _at(by_heads, math.log(heads), slope=1.0)
+        least, curve = curves[0]
+        if heads < least:  # nothing known takes longer; and a shorter block with as many tiles is no faster
+            rate = max(rate, _at(curve, size + math.log(heads / least), slope=2.0))
         times = 0.5 if causal and full else 2.0 if not (causal or full) else 1.0
         return times * rows * keys * heads * head_dim / math.exp(rate)
 

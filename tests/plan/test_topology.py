@@ -215,3 +215,19 @@ def test_workspaces_are_those_of_the_table_and_grow_with_the_work_beyond_it() ->
     assert kept(128) == 50, "the more of both neighbours"
     assert kept(512, 4, 1) == 7777, "as many query heads of each key/value head"
     assert KernelTimes.read(table.as_data()) == table
+
+
+def test_fewer_heads_than_the_table_has_are_priced_by_shorter_blocks() -> None:
+    """Against what was measured: never more than the block of more heads takes, and seldom far off."""
+    table = kernel_times("h200")
+    some = KernelTimes("some", tuple(block for block in table.blocks if block.heads >= 8))
+    ratios = []
+    for block in table.blocks:
+        sizes = {"rows": block.rows, "keys": block.rows, "head_dim": block.head_dim, "causal": block.causal}
+        if block.heads < 8 and block.head_dim == 128:
+            found = us(some, heads=block.heads, kv_heads=block.kv_heads, **sizes)
+            group = block.heads // block.kv_heads
+            assert found <= us(some, heads=8, kv_heads=8 // group, **sizes) * (1 + 1e-9)
+            ratios.append(found / block.forward)
+    ratios.sort()
+    assert 0.9 < ratios[len(ratios) // 2] < 1.15 and ratios[0] > 0.8 and ratios[-1] < 2.1, ratios
