@@ -57,7 +57,7 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
         ("sm90", 128): Tiling(64, 64, stages=3, warps=4),
         ("sm90", 256): Tiling(128, 64, stages=2, warps=8),
         ("sm80", 64): Tiling(128, 64, stages=3, warps=4),
-        ("sm80", 128): Tiling(128, 64, stages=3, warps=8),
+        ("sm80", 128): Tiling(128, 32, stages=4, warps=8),
         ("sm80", 256): Tiling(64, 64, stages=2, warps=8),
         ("small", 64): Tiling(128, 64, stages=3, warps=4),
         ("small", 128): Tiling(128, 32, stages=3, warps=8),
