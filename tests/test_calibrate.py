@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshattn.cli import main
-from meshattn.command import measure
+from meshattn.command import clock
 from meshattn.command.measure import Sizes, calibrate
 from meshattn.plan.topology import Topology, load_topology
 from meshattn.testing import run_ranks
@@ -107,7 +107,7 @@ class FakeGpu:
         self.device = max(self.device, self.host) + self.device_us
 
     def sleep(self, cycles: int) -> None:
-        self.device = max(self.device, self.host) + 1e6 * cycles / measure.CYCLES
+        self.device = max(self.device, self.host) + 1e6 * cycles / clock.CYCLES
 
     def synchronize(self, *_: object) -> None:
         self.host = max(self.host, self.device)
@@ -126,6 +126,7 @@ def test_times_of_gpus_are_the_devices_and_not_the_hosts(
     gpu = FakeGpu(host_us, device_us)
     for name, fake in {"_sleep": gpu.sleep, "Event": gpu.event, "synchronize": gpu.synchronize}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: gpu.host / 1e6))
-    found = measure._median_us(gpu.run, torch.device("cuda"), lambda value: value)
-    assert found == pytest.approx(device_us)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: gpu.host / 1e6))
+    found = clock.Clock(torch.device("cuda"), lambda value: value)
+    assert found.us(gpu.run, "work") == pytest.approx(device_us)
+    assert found.start_us() == pytest.approx(host_us)

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import math
 import os
 import platform
 import socket
 import statistics
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from meshattn import __version__
+from meshattn.command.clock import Clock
 from meshattn.mesh import AttentionMesh, init_attention_mesh
 from meshattn.plan.kernel_times import BlockTime, KernelTimes, Origin
 from meshattn.plan.topology import Link, Topology
@@ -34,9 +33,6 @@ from meshattn.transport.base import Message, Transport
 from meshattn_kernels import UNBOUNDED, BandIntervals, choose_kernel, get_kernel
 from meshattn_kernels.contract import ACCUMULATOR_KINDS, accumulator_dtype
 
-REPEATS = 7
-CYCLES = 2e9
-"""Of a GPU, in a second, at most."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -100,16 +96,17 @@ def calibrate(
 def _measure(
     mesh: AttentionMesh, sizes: Sizes, device: torch.device, name: str, per_node: int, kernel: str
 ) -> Topology:
+    clock = Clock(device, partial(_agreed, mesh, device=device))
     ranks = range(mesh.size)
     near = tuple(r // per_node * per_node + (r + 1) % per_node for r in ranks)
     far = tuple((r + per_node) % mesh.size for r in ranks)
     links = [
-        _link(mesh, ring, sizes.messages, device) if any(peer != r for r, peer in enumerate(ring)) else None
+        _link(clock, mesh, ring, sizes.messages) if any(peer != r for r, peer in enumerate(ring)) else None
         for ring in (near, far)
     ]
     unused = Link(gb_per_s=1e6)  # a node of one rank has no link inside
     blocks = [
-        _block(mesh, kernel, rows, *heads, causal, sizes, device)
+        _block(clock, kernel, rows, *heads, causal, sizes)
         for rows in sizes.rows
         for heads in sizes.heads
         for causal in (True, False)
@@ -120,8 +117,8 @@ def _measure(
         inside=links[0] or unused,
         between=links[1],
         kernels=KernelTimes(kernel, tuple(blocks), sizes.dtype, _origin(device)),
-        memory_gb_per_s=_memory(mesh, device),
-        start_us=_start(device),
+        memory_gb_per_s=_memory(clock),
+        start_us=round(clock.start_us(), 2),
     )
 
 
@@ -156,17 +153,15 @@ def _ranks_per_host(mesh: AttentionMesh, device: torch.device) -> int:
     return per_host
 
 
-def _link(mesh: AttentionMesh, ring: tuple[int, ...], sizes: tuple[int, int], device: torch.device) -> Link:
+def _link(clock: Clock, mesh: AttentionMesh, ring: tuple[int, ...], sizes: tuple[int, int]) -> Link:
     """By the time of a small and of a large message, sent by all ranks at once along a ring."""
-    transport = mesh.connection.along(ring, device)
-    small, large = (
-        _agreed(mesh, _exchange_us(mesh, transport, ring, size, device), device) for size in sizes
-    )
+    transport = mesh.connection.along(ring, clock.device)
+    small, large = (_exchange_us(clock, mesh, transport, ring, size) for size in sizes)
     us_per_byte = max((large - small) / (sizes[1] - sizes[0]), 1e-9)
     return Link(
         gb_per_s=float(f"{1e-3 / us_per_byte:.4g}"),
         latency_us=round(max(small - sizes[0] * us_per_byte, 0.0), 2),
-        sm_share=round(_share(transport, device), 4),
+        sm_share=round(_share(transport, clock.device), 4),
         copy_engines=transport.name == "symmetric",
     )
 
@@ -178,10 +173,10 @@ def _share(transport: Transport, device: torch.device) -> float:
 
 
 def _exchange_us(
-    mesh: AttentionMesh, transport: Transport, ring: tuple[int, ...], num_bytes: int, device: torch.device
+    clock: Clock, mesh: AttentionMesh, transport: Transport, ring: tuple[int, ...], num_bytes: int
 ) -> float:
-    (recv,) = transport.buffers("col", "inward", num_bytes, 1, device)
-    send = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    (recv,) = transport.buffers("col", "inward", num_bytes, 1, clock.device)
+    send = torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device)
     message = Message(
         phase="forward",
         axis="col",
@@ -196,20 +191,20 @@ def _exchange_us(
         handle.wait()
         handle.release()
 
-    return _median_us(exchange, device, partial(_agreed, mesh, device=device))
+    return clock.us(exchange, "exchange")
 
 
 def _block(
-    mesh: AttentionMesh,
+    clock: Clock,
     kernel_name: str,
     rows: int,
     heads: int,
     kv_heads: int,
     causal: bool,
     sizes: Sizes,
-    device: torch.device,
 ) -> BlockTime:
     """A square block, alone and into accumulators that hold something."""
+    device = clock.device
     kernel, dtype, dim = get_kernel(kernel_name), DTYPES[sizes.dtype], sizes.head_dim
     exact = accumulator_dtype(dtype)
     q, do = (torch.randn(1, rows, heads, dim, device=device).to(dtype) for _ in range(2))
@@ -238,8 +233,7 @@ def _block(
         )
 
     def us(run: Callable[[bool], None], first: bool) -> float:
-        spent = _median_us(partial(run, first), device, partial(_agreed, mesh, device=device))
-        return round(_agreed(mesh, spent, device), 2)
+        return round(clock.us(partial(run, first), run.__name__), 2)
 
     return BlockTime(
         head_dim=dim,
@@ -266,65 +260,11 @@ def _workspace(run: Callable[[], object], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - held
 
 
-def _memory(mesh: AttentionMesh, device: torch.device) -> float:
+def _memory(clock: Clock) -> float:
     """Gigabytes a second of an addition: two reads and a write."""
-    numbers = 2**24 if device.type == "cuda" else 2**20
-    a, b = (torch.zeros(numbers, device=device) for _ in range(2))
-    spent = _median_us(lambda: a.add_(b), device, partial(_agreed, mesh, device=device))
-    return round(3 * 4e-3 * numbers / _agreed(mesh, spent, device), 1)
-
-
-def _start(device: torch.device) -> float:
-    """What the host takes to queue a kernel; a CPU runs it at once."""
-    if device.type != "cuda":
-        return 0.0
-    x = torch.zeros(1, device=device)
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(100):
-        x.add_(1)
-    spent = (time.perf_counter() - begin) * 1e4
-    torch.cuda.synchronize()
-    return round(spent, 2)
-
-
-def _median_us(run: Callable[[], object], device: torch.device, agree: Callable[[float], float]) -> float:
-    """Of runs one behind the other. Collective, as ``agree``, which also lets all ranks begin together."""
-    run()
-    if device.type != "cuda":
-        return statistics.median(_host_us(run, agree) for _ in range(REPEATS))
-    torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    run()
-    host = agree(time.perf_counter() - begin)
-    torch.cuda.synchronize(device)
-    batch = 10 if agree(time.perf_counter() - begin) < 2e-3 else 1
-    lead = round(CYCLES * min(3 * batch * host + 1e-4, 0.5))
-    middle = statistics.median(_device_us(run, batch, lead, agree) for _ in range(REPEATS))
-    assert math.isfinite(middle)
-    return middle
-
-
-def _host_us(run: Callable[[], object], agree: Callable[[float], float]) -> float:
-    """Of work that ends before the call does."""
-    agree(0.0)
-    begin = time.perf_counter()
-    run()
-    return (time.perf_counter() - begin) * 1e6
-
-
-def _device_us(run: Callable[[], object], batch: int, lead: int, agree: Callable[[float], float]) -> float:
-    """Of what the device does, behind so many cycles in which the host gets ahead of it."""
-    agree(0.0)
-    event = partial(torch.cuda.Event, enable_timing=True)
-    begin, end = event(), event()
-    torch.cuda._sleep(lead)  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(batch):
-        run()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3 / batch
+    numbers = 2**24 if clock.device.type == "cuda" else 2**20
+    a, b = (torch.zeros(numbers, device=clock.device) for _ in range(2))
+    return round(3 * 4e-3 * numbers / clock.us(lambda: a.add_(b), "addition"), 1)
 
 
 def sizes_of(

@@ -1,0 +1,76 @@
+"""Times of work that all ranks of a mesh do at once."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+REPEATS = 7
+CYCLES = 2e9
+"""Of a GPU, in a second, at most."""
+
+Run = Callable[[], object]
+
+
+@dataclass
+class Clock:
+    """Microseconds on the device, of runs one behind the other; all is collective.
+
+    ``agree`` gives all ranks one number for what each of them has, and lets them begin together.
+    """
+
+    device: torch.device
+    agree: Callable[[float], float]
+    queued: dict[str, list[float]] = field(default_factory=dict)
+    """By kind of work: microseconds that the host took to queue each that was timed on a GPU."""
+
+    def us(self, run: Run, kind: str) -> float:
+        """The median over the runs, and over the ranks."""
+        run()
+        if self.device.type != "cuda":
+            return self.agree(statistics.median(self._host_us(run) for _ in range(REPEATS)))
+        torch.cuda.synchronize(self.device)
+        begin = time.perf_counter()
+        run()
+        host = self.agree(time.perf_counter() - begin)
+        torch.cuda.synchronize(self.device)
+        batch = 10 if self.agree(time.perf_counter() - begin) < 2e-3 else 1
+        lead = round(CYCLES * min(3 * batch * host + 1e-4, 0.5))
+        spent = [self._device_us(run, batch, lead) for _ in range(REPEATS)]
+        self.queued.setdefault(kind, []).append(statistics.median(host for _, host in spent))
+        middle = statistics.median(device for device, _ in spent)
+        assert math.isfinite(middle)
+        return self.agree(middle)
+
+    def start_us(self) -> float:
+        """What the host takes to queue a kernel or an exchange; a CPU runs them at once."""
+        kinds = [statistics.median(times) for times in self.queued.values()]
+        return self.agree(statistics.mean(kinds) if kinds else 0.0)
+
+    def _host_us(self, run: Run) -> float:
+        """Of work that ends before the call does."""
+        self.agree(0.0)
+        begin = time.perf_counter()
+        run()
+        return (time.perf_counter() - begin) * 1e6
+
+    def _device_us(self, run: Run, batch: int, lead: int) -> tuple[float, float]:
+        """Of the device, behind so many cycles in which the host gets ahead of it, and of the host."""
+        self.agree(0.0)
+        event = partial(torch.cuda.Event, enable_timing=True)
+        begin, end = event(), event()
+        torch.cuda._sleep(lead)  # type: ignore[no-untyped-call]
+        begin.record()
+        started = time.perf_counter()
+        for _ in range(batch):
+            run()
+        host = time.perf_counter() - started
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3 / batch, host * 1e6 / batch
