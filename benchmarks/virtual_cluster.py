@@ -6,7 +6,7 @@
     python benchmarks/virtual_cluster.py --ranks 8 --nodes 4 -- launch/train.py --tile 2x4
 
 What stands behind `--` runs on every rank, as under torchrun. Every node has a network and a host name of
-its own, and a link of --rate megabytes a second in each direction. With GPUs the ranks share them through
+its own, and sends --rate megabytes a second at most. With GPUs the ranks share them through
 NVIDIA's MPS; NCCL talks over sockets, copy engines work inside a node. Kernels whose blocks wait for each
 other (hopper, triton-dash) can stand still there beside those of other ranks: take --kernel triton. Without
 GPUs ranks run on the CPU with gloo. Needs Linux and root (or `unshare -Urn` in front); --no-network does
@@ -74,7 +74,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--nodes", type=int, help="default: one a rank")
-    parser.add_argument("--rate", type=float, help="MB/s of a node in each direction (default: no limit)")
+    parser.add_argument("--rate", type=float, help="MB/s that a node sends (default: no limit)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--no-network", action="store_true", help="loopback in place of nodes with links")
     parser.add_argument("--no-mps", action="store_true", help="let ranks take turns on a GPU: 1 ms a rank")
