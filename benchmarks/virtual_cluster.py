@@ -6,11 +6,11 @@
     python benchmarks/virtual_cluster.py --ranks 8 --nodes 4 -- launch/train.py --tile 2x4
 
 What stands behind `--` runs on every rank, as under torchrun. Every node has a network and a host name of
-its own, and sends --rate megabytes a second at most. With GPUs the ranks share them through
-NVIDIA's MPS; NCCL talks over sockets, copy engines work inside a node. Kernels whose blocks wait for each
-other (hopper, triton-dash) can stand still there beside those of other ranks: take --kernel triton. Without
-GPUs ranks run on the CPU with gloo. Needs Linux and root (or `unshare -Urn` in front); --no-network does
-without, on the loopback device and at its speed.
+its own, and sends --rate megabytes a second at most. With GPUs the ranks share them through NVIDIA's MPS;
+NCCL talks over sockets, copy engines work inside a node. Kernels whose blocks wait for each other (hopper,
+triton-dash) need multiprocessors of their own: four ranks a GPU have them, with more take --kernel triton.
+Without GPUs ranks run on the CPU with gloo. Needs Linux and root (or `unshare -Urn` in front); --no-network
+does without, on the loopback device and at its speed.
 """
 
 from __future__ import annotations
