@@ -37,20 +37,24 @@ INTRO = """\
 Measured times are those of `distributed.py`, the slowest rank's median; predicted ones come from the
 step lists that were run, the links of the topology named and its kernel times. NCCL's link inside a node
 is what was measured for one exchange (258 GB/s, 70 us, 16 of 132 multiprocessors). Topologies of virtual
-nodes were measured by `meshattn calibrate` on the same ranks. Skipped is a tile without its transfers.
-What is left: at 8k tokens on two GPUs a pass is as long as its host work, which the model knows by one
-number alone. 16 ranks on one H200 over sockets (2026-11-30, virtual cluster) were not calibrated; on the
-link that 8 ranks measured, scaled to their rate, ring comes out 3 % faster than measured, and so does
-the tile 4x4 in one of its two rounds, but 26 % (backward) and 31 % (forward) faster than their median."""
+nodes were measured by `meshattn calibrate` on as many ranks; their files lie beside this report. Skipped
+is a tile without its transfers. What is left: at 4k tokens a rank on two GPUs most passes are as long as
+their host work, which the model knows by one number alone."""
 
 
 COMMANDS = """\
 ## Commands
 
+    P="python benchmarks/virtual_cluster.py --ranks 16 --rate 100 --"
+    $P -m meshattn calibrate --out 16.json --transport p2p --kernel triton --head-dim 64 --heads 16 \\
+        --rows 256 512 1k --messages 64k 4M
+    $P benchmarks/distributed.py --seq-len 8192 --heads 16 --head-dim 64 --dtype bfloat16 --no-bare \\
+        --kernel triton
     P="python benchmarks/virtual_cluster.py --ranks 16 --rate 1 --device cpu --"
     $P -m meshattn calibrate --out mine.json --head-dim 64 --heads 4 --rows 32 64 128
     $P benchmarks/distributed.py --seq-len 1024 --heads 4 --head-dim 64 --kernel reference --no-bare
-    python benchmarks/grounding.py --set ...-16-ranks-virtual.jsonl mine.json"""
+    python benchmarks/grounding.py --p2p 258 70 0.12 --set ...-2-ranks-gpu.jsonl dgx-h200 \\
+        --set ...-16-ranks-gpu-virtual.jsonl 16.json --set ...-16-ranks-virtual.jsonl mine.json"""
 
 
 @dataclass(frozen=True)
