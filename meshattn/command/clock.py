@@ -12,6 +12,8 @@ from functools import partial
 import torch
 
 REPEATS = 7
+SETTLE_SECONDS = 0.04
+"""A GPU takes some tens of milliseconds to lower its clock to what lasting load leaves it."""
 CYCLES = 2e9
 """Of a GPU, in a second, at most."""
 
@@ -40,9 +42,10 @@ class Clock:
         run()
         host = self.agree(time.perf_counter() - begin)
         torch.cuda.synchronize(self.device)
-        batch = 10 if self.agree(time.perf_counter() - begin) < 2e-3 else 1
-        lead = round(CYCLES * min(3 * batch * host + 1e-4, 0.5))
-        spent = [self._device_us(run, batch, lead) for _ in range(REPEATS)]
+        whole = self.agree(time.perf_counter() - begin)
+        settle, batch = min(10, round(SETTLE_SECONDS / whole)), 10 if whole < 2e-3 else 1
+        lead = round(CYCLES * min(3 * (settle + batch) * host + 1e-4, 0.5))
+        spent = [self._device_us(run, settle, batch, lead) for _ in range(REPEATS)]
         self.queued.setdefault(kind, []).append(statistics.median(host for _, host in spent))
         middle = statistics.median(device for device, _ in spent)
         assert math.isfinite(middle)
@@ -60,12 +63,15 @@ class Clock:
         run()
         return (time.perf_counter() - begin) * 1e6
 
-    def _device_us(self, run: Run, batch: int, lead: int) -> tuple[float, float]:
-        """Of the device, behind so many cycles in which the host gets ahead of it, and of the host."""
+    def _device_us(self, run: Run, settle: int, batch: int, lead: int) -> tuple[float, float]:
+        """Of the device, behind so many cycles in which the host gets ahead of it and other runs, and of the
+        host."""
         self.agree(0.0)
         event = partial(torch.cuda.Event, enable_timing=True)
         begin, end = event(), event()
         torch.cuda._sleep(lead)  # type: ignore[no-untyped-call]
+        for _ in range(settle):
+            run()
         begin.record()
         started = time.perf_counter()
         for _ in range(batch):
