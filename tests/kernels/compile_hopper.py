@@ -104,7 +104,6 @@ def forward(
         "q_desc": tile(dtype, 1, 1, 64, d_tile),
         "k_desc": tile(dtype, 1, 1, KV_TILE, d_tile),
         "v_desc": tile(dtype, 1, 1, KV_TILE, dv_tile),
-        "out_desc": tile(dtype if finished else "fp32", 1, 1, 64, dv_tile),
         "out_ptr": f"*{dtype}" if finished else "*fp32",
     }
     constants = {

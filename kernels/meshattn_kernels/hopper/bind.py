@@ -63,8 +63,7 @@ def bind_forward(
         plan.workers,
         (
             tiles_of(q, n_q, CONSUMER_ROWS, d_tile), tiles_of(k, n_k, KV_TILE, d_tile),
-            tiles_of(v, n_k, KV_TILE, dv_tile), tiles_of(out, n_q, CONSUMER_ROWS, dv_tile),
-            out, lse, mask.start, mask.end, plan.worker_start, plan.tasks,
+            tiles_of(v, n_k, KV_TILE, dv_tile), out, lse, mask.start, mask.end, plan.worker_start, plan.tasks,
             mask.lo, mask.hi, n_q, n_k, call.rows_q, call.heads, scale,
         ),
         {

@@ -25,26 +25,22 @@ class Memory:
     q: gl.shared_memory_descriptor  # [CONSUMERS, 64, D_TILE]
     k: gl.shared_memory_descriptor  # [STAGES, KV_TILE, D_TILE]
     v: gl.shared_memory_descriptor  # [STAGES, KV_TILE, DV_TILE]
-    out: gl.shared_memory_descriptor  # fp32 [CONSUMERS, 64, DV_TILE], of earlier blocks
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
-    out_full: gl.shared_memory_descriptor
-    out_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, out, q_full, q_empty, k_full, k_empty, v_full, v_empty, out_full, out_empty):
-        self.q, self.k, self.v, self.out = q, k, v, out
-        self.out_full, self.out_empty = out_full, out_empty
+    def __init__(self, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty):
+        self.q, self.k, self.v = q, k, v
         self.q_full, self.q_empty, self.k_full, self.k_empty = q_full, q_empty, k_full, k_empty
         self.v_full, self.v_empty = v_full, v_empty
 
 
 @gluon.jit
-def load_partition(q_desc, k_desc, v_desc, out_desc, worker_start, tasks, memory, FIRST: gl.constexpr):
+def load_partition(q_desc, k_desc, v_desc, worker_start, tasks, memory):
     CONSUMERS: gl.constexpr = memory.q.shape[0]
     D_TILE: gl.constexpr = memory.q.shape[2]
     DV_TILE: gl.constexpr = memory.v.shape[2]
@@ -61,14 +57,6 @@ def load_partition(q_desc, k_desc, v_desc, out_desc, worker_start, tasks, memory
         block = gl.load(row + 3)
         first_tile = gl.load(row + 4)
         num_tiles = gl.load(row + 5)
-        if not FIRST:  # before q: its place is free long before that of q
-            for c in gl.static_range(CONSUMERS):
-                mbarrier.wait(memory.out_empty.index(c), (task_number & 1) ^ 1)
-                mbarrier.expect(memory.out_full.index(c), ROWS * DV_TILE * 4)
-                load_tile(
-                    out_desc, [batch, head, (block * CONSUMERS + c) * ROWS, 0], memory.out_full.index(c),
-                    reinterpret(memory.out.index(c), [1, 1, ROWS, DV_TILE], out_desc.layout),
-                )  # fmt: skip
         for c in gl.static_range(CONSUMERS):
             mbarrier.wait(memory.q_empty.index(c), (task_number & 1) ^ 1)
             mbarrier.expect(memory.q_full.index(c), ROWS * D_TILE * 2)
@@ -101,7 +89,7 @@ def load_partition(q_desc, k_desc, v_desc, out_desc, worker_start, tasks, memory
     do_not_specialize_on_alignment=["lse_ptr", "start_ptr", "end_ptr", "worker_start", "tasks"],
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, start_ptr, end_ptr, worker_start, tasks,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, start_ptr, end_ptr, worker_start, tasks,
     lo, hi, n_q, n_k, num_rows, heads, scale,
     CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr,
@@ -110,17 +98,13 @@ def forward_kernel(
     """q_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is read as
     zero."""
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    OUT_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
-    OUT_TILES: gl.constexpr = 1 if FIRST else CONSUMERS
     memory = Memory(
         gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT),
         gl.allocate_shared_memory(k_desc.dtype, [STAGES, KV_TILE, D_TILE], TILE_LAYOUT),
         gl.allocate_shared_memory(v_desc.dtype, [STAGES, KV_TILE, DV_TILE], TILE_LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [OUT_TILES, ROWS, DV_TILE], OUT_LAYOUT),
         new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1),
         new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS),
         new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS),
-        new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1),
     )  # fmt: skip
     rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
     output = Output(out_ptr, lse_ptr, num_rows, heads)
@@ -132,7 +116,7 @@ def forward_kernel(
                           HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
             (consumer_1, (output, rows, worker_start, tasks, scale, memory,
                           HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
-            (load_partition, (q_desc, k_desc, v_desc, out_desc, worker_start, tasks, memory, FIRST)),
+            (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -142,5 +126,5 @@ def forward_kernel(
                           HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
             (consumer_2, (output, rows, worker_start, tasks, scale, memory,
                           HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
-            (load_partition, (q_desc, k_desc, v_desc, out_desc, worker_start, tasks, memory, FIRST)),
+            (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

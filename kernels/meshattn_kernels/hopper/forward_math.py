@@ -2,8 +2,9 @@
 # ruff: noqa: SIM102, SIM113 - conditions on constants stand alone; no enumerate here
 """Consumers of the forward: softmax and both products of 64 query rows (see forward.py).
 
-The online softmax (FlashAttention-2, arXiv 2307.08691) goes on from the accumulator of earlier blocks: a row
-with normalised out and log-sum-exp lse continues as a row with maximum lse, sum 1 and weighted sum out."""
+The online softmax is that of FlashAttention-2 (arXiv 2307.08691). The accumulator of earlier blocks joins at
+the end of a task: a row with normalised out and log-sum-exp lse is a row with maximum lse, sum 1 and weighted
+sum out."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -138,24 +139,9 @@ def consumer(
             fence_async_shared()  # TMA writes the next q there
             mbarrier.arrive(memory.q_empty.index(INDEX), count=1)
         scores = issue_scores(q, memory, step)
-        # The accumulator is read while the first product runs: a use before it would wait for all of these
-        # loads.
-        if FIRST:
-            out = gl.zeros((ROWS, DV_TILE), gl.float32, O_LAYOUT)
-            row_max = gl.full((ROWS,), MAX_START, gl.float32, S_ROW)
-            row_sum = gl.full((ROWS, 4), 0.0, gl.float32, LANES)
-        else:
-            lse_at, lse_mask = lse_addresses(output, task_row, first_row, rows.n_q, S_ROW)
-            lse = gl.load(lse_at, mask=lse_mask, other=float("-inf"))
-            mbarrier.wait(memory.out_full.index(INDEX), task_number & 1)
-            out = memory.out.index(INDEX).load(O_LAYOUT)
-            # TMA writes the next tile there: without the fence it may overtake these reads, another proxy's.
-            fence_async_shared()
-            mbarrier.arrive(memory.out_empty.index(INDEX), count=1)
-            row_max = gl.maximum(lse * LOG2E, MAX_START)
-            # 1 in four parts, which sum to it exactly.
-            row_sum = gl.convert_layout(gl.where(lse > float("-inf"), 0.25, 0.0), LANES_ROW)
-            row_sum = gl.expand_dims(row_sum, 1).broadcast_to([ROWS, 4])
+        out = gl.zeros((ROWS, DV_TILE), gl.float32, O_LAYOUT)
+        row_max = gl.full((ROWS,), MAX_START, gl.float32, S_ROW)
+        row_sum = gl.full((ROWS, 4), 0.0, gl.float32, LANES)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(memory.k_empty.index(step % STAGES), count=1)
         if CARRY_PROBS:
@@ -163,8 +149,6 @@ def consumer(
                 scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale, MASK
             )
             probs = probs.to(memory.v.dtype)
-            if not FIRST:
-                out = out * gl.convert_layout(rescale, O_ROW)[:, None]
             for i in range(1, num_tiles):
                 key -= KV_TILE
                 scores = issue_scores(q, memory, step + 1)
@@ -202,19 +186,29 @@ def consumer(
             out = out * gl.convert_layout(rescale, O_ROW)[:, None]
         if not Q_IN_REGISTERS:
             mbarrier.arrive(memory.q_empty.index(INDEX), count=1)
-        out = warpgroup_mma_wait(0, deps=[issue_output(probs, out, memory, step)])
-        mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
-        step += 1
-        task_number += 1
+        out = issue_output(probs, out, memory, step)
         # Padding rows saw what their q, read as zero, would see: they are written as empty, or not at all.
         written = output.rows if FIRST else rows.n_q
         lse_at, lse_mask = lse_addresses(output, task_row, first_row, written, S_ROW)
+        out_at, out_mask = out_addresses(output, task_row, first_row, written, HEAD_DIM_V, O_LAYOUT)
+        if not FIRST:  # read while the last product runs
+            old_max = gl.load(lse_at, mask=lse_mask, other=float("-inf")) * LOG2E
+            old_out = gl.load(out_at, mask=out_mask, other=0.0)
+        out = warpgroup_mma_wait(0, deps=[out])
+        mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
+        step += 1
+        task_number += 1
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), S_ROW)
         row_sum = gl.where(first_row + gl.arange(0, ROWS, layout=S_ROW) < rows.n_q, row_sum, 0.0)
+        if not FIRST:
+            new_max = gl.maximum(row_max, old_max)
+            factor, old_factor = gl.exp2(row_max - new_max), gl.exp2(old_max - new_max)
+            out = out * gl.convert_layout(factor, O_ROW)[:, None]
+            out += old_out * gl.convert_layout(old_factor, O_ROW)[:, None]
+            row_max, row_sum = new_max, row_sum * factor + old_factor
         weight = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)
         lse = gl.where(row_sum > 0.0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
         gl.store(lse_at, lse, mask=lse_mask)
-        out_at, out_mask = out_addresses(output, task_row, first_row, written, HEAD_DIM_V, O_LAYOUT)
         out = out * gl.convert_layout(weight, O_ROW)[:, None]
         gl.store(out_at, out.to(output.out.dtype.element_ty), mask=out_mask)
 
