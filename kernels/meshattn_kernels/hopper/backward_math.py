@@ -296,7 +296,7 @@ def math_partition(
     DV_TILE: gl.constexpr = memory.do.shape[2]
     KV_TILE: gl.constexpr = memory.k.shape[0]
     DQ_SHARED: gl.constexpr = dq_shared_layout(segment_of(HEAD_DIM))
-    V_IN_REGISTERS: gl.constexpr = Q_HALVES == 2 and MASK == FULL  # a mask leaves too few
+    V_IN_REGISTERS: gl.constexpr = Q_HALVES == 2 and MASK != ARRAY  # arrays leave too few
     exp2_scale = scale * LOG2E
     worker = gl.program_id(0)
     step = 0
