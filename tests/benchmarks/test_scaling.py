@@ -64,3 +64,17 @@ def test_a_million_tokens_on_256_gpus_scale_as_the_study_claims() -> None:
     assert 1 - tile.rank / ring.rank >= 0.854
     assert heads.kernels_us / heads.total_us >= 0.95
     assert tile.total_us < found["double ring"].total_us < ring.total_us
+
+
+def test_no_kernel_time_of_the_study_is_extrapolated() -> None:
+    """From 64 GPUs on every cut stands in it; below, those whose blocks were too long to measure do not."""
+    left_out = 0
+    for case in dict.fromkeys(scaling.grid()):
+        kernels = case.topology().kernels
+        for method in scaling.METHODS:
+            found = {scaling.is_measured(shape, kernels) for shape in scaling.block_shapes(case, method)}
+            assert False not in found or case.ranks < 64, f"{case} {method}"
+            left_out += False in found
+    assert left_out
+    long = scaling.Case("dgx-h200", 8, 2**22, "MHA", True)
+    assert scaling.answer(long) == []
