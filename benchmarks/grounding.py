@@ -37,9 +37,10 @@ INTRO = """\
 Measured times are those of `distributed.py`, the slowest rank's median; predicted ones come from the
 step lists that were run, the links of the topology named and its kernel times. NCCL's link inside a node
 is what was measured for one exchange (258 GB/s, 70 us, 16 of 132 multiprocessors). Topologies of virtual
-nodes were measured by `meshattn calibrate` on as many ranks; their files lie beside this report. Skipped
-is a tile without its transfers. What is left: at 4k tokens a rank on two GPUs most passes are as long as
-their host work, which the model knows by one number alone."""
+nodes were measured by `meshattn calibrate` on as many ranks, that for 16 on one GPU on 8, at the same
+rate; their files lie beside this report. Skipped is a tile without its transfers. What is left: at 4k
+tokens a rank on two GPUs most passes are as long as their host work, which the model knows by one number
+alone."""
 
 
 COMMANDS = """\
