@@ -40,7 +40,7 @@ is what was measured for one exchange (258 GB/s, 70 us, 16 of 132 multiprocessor
 nodes were measured by `meshattn calibrate` on as many ranks, that for 16 on one GPU on 8, at the same
 rate; their files lie beside this report. Skipped is a tile without its transfers. What is left: at 4k
 tokens a rank on two GPUs most passes are as long as their host work, which the model knows by one number
-alone."""
+alone. 4 and 8 NCCL ranks on one GPU have not been timed."""
 
 
 COMMANDS = """\
