@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     except BrokenPipeError:  # `meshattn ... | head` has read enough; nothing may be flushed at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # a file that cannot be read or written
+        parser.error(str(error))
     return 0
 
 

@@ -25,6 +25,7 @@ from meshattn.plan.trace import write_trace
 
 MANY_RANKS = 512  # of which each is emulated
 MANY_MASKED = 128
+MOST_DOCUMENTS = 2**21  # times ranks, some ten seconds
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +126,12 @@ def _mask(args: argparse.Namespace, shape: CallShape) -> Callable[[int], Mask] |
         raise ValueError(
             f"--ranks is {args.ranks}, but with a window, documents or a layout every block has its cost, "
             f"and at most {MANY_MASKED} ranks can be planned"
+        )
+    missing = args.seq_len - sum(documents)
+    if documents and len(documents) + max(missing, 0) // documents[-1] > MOST_DOCUMENTS // args.ranks:
+        raise ValueError(
+            f"--documents {documents[-1]} of --seq-len {args.seq_len}: on {args.ranks} ranks, at most "
+            f"{MOST_DOCUMENTS // args.ranks} documents can be planned: give longer ones or fewer tokens"
         )
     while documents and sum(documents) < args.seq_len:
         missing = args.seq_len - sum(documents)

@@ -23,6 +23,9 @@ BlockPass = Literal["forward", "merging", "backward", "adding"]
 """Into new accumulators (forward, backward) or into those that hold earlier blocks (merging, adding)."""
 BLOCK_PASSES: tuple[BlockPass, ...] = ("forward", "merging", "backward", "adding")
 
+MOST = 2**50
+"""Of every size and of bytes, so that their products are numbers to compute with."""
+
 Curve = Sequence[tuple[float, float]]
 """(logarithm of a size, logarithm of a rate), by size."""
 
@@ -44,12 +47,21 @@ class BlockTime:
     """Bytes that the kernel keeps for itself while it computes the backward; 0 where nobody has looked."""
 
     def __post_init__(self) -> None:
-        for part in fields(self):
-            value = getattr(self, part.name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            least = 0 if part.name == "workspace" else 1e-9
-            if part.name != "causal" and not (number and least <= value < math.inf):
-                raise ValueError(f"kernel times: {part.name} of a block is {value!r}, but must be above 0")
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"kernel times: causal of a block is {self.causal!r}, but must be true or false")
+        for name in ("head_dim", "heads", "kv_heads", "rows", "workspace"):
+            value, least = getattr(self, name), 0 if name == "workspace" else 1
+            if type(value) is not int or not least <= value <= MOST:
+                raise ValueError(
+                    f"kernel times: {name} of a block is {value!r}, but must be a whole number from {least} "
+                    f"to {MOST}"
+                )
+        for name in BLOCK_PASSES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-9 <= value <= 1e15:
+                raise ValueError(
+                    f"kernel times: {name} of a block is {value!r}, but must be from 1e-9 to 1e15"
+                )
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,7 @@ class KernelTimes:
     def __post_init__(self) -> None:
         if not self.blocks:
             raise ValueError("kernel times: there is no block in the table; give at least one")
-        if self.dtype is not None and self.dtype not in ITEMSIZES:
+        if self.dtype is not None and self.dtype not in tuple(ITEMSIZES):  # whatever a file has: also a list
             raise ValueError(
                 f"kernel times: dtype is {self.dtype!r}, but must be one of {', '.join(ITEMSIZES)}"
             )

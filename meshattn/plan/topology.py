@@ -109,20 +109,18 @@ class Topology:
             (set(data) - known - {"about"}, "has the unknown"),
         ):
             if wrong:
-                raise ValueError(f"{where} {what} {', '.join(sorted(wrong))}")
+                raise ValueError(f"{where} {what} {', '.join(sorted(map(str, wrong)))}")
         values = {name: data[name] for name in known & set(data)}
         try:
             for name in ("inside", "between"):
-                if values.get(name) is not None:
+                if name == "inside" or values.get(name) is not None:
                     values[name] = Link(**values[name])
             kernels = values["kernels"]
             values["kernels"] = (
                 kernel_times(kernels) if isinstance(kernels, str) else KernelTimes.read(kernels)
             )
             return cls(**values)
-        except TypeError as error:
-            raise ValueError(f"{where}: {error}") from error
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from error
 
     def as_data(self) -> dict[str, Any]:
@@ -160,11 +158,10 @@ def _read(path: Path, _: int) -> Topology:
 @lru_cache(maxsize=16)
 def kernel_times(name: str) -> KernelTimes:
     """A table that comes with the package; ValueError for an unknown name."""
-    path = PRESETS / f"kernels-{name}.json"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem.removeprefix("kernels-") for p in PRESETS.glob("kernels-*.json")))
-        raise ValueError(f"kernels {name!r}: there is no such table; there are {known}")
-    return KernelTimes.read(json.loads(path.read_text()))
+    known = {each.stem.removeprefix("kernels-"): each for each in sorted(PRESETS.glob("kernels-*.json"))}
+    if name not in known:
+        raise ValueError(f"kernels {name!r}: there is no such table; there are {', '.join(known)}")
+    return KernelTimes.read(json.loads(known[name].read_text()))
 
 
 def presets() -> tuple[str, ...]:
@@ -176,8 +173,6 @@ def _parse(path: Path) -> Any:
     try:
         text = path.read_text()
         return json.loads(text)
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is no topology: {error}") from None
     except json.JSONDecodeError as error:
         try:
             yaml = import_module("yaml")
@@ -187,5 +182,7 @@ def _parse(path: Path) -> Any:
             ) from None
         try:
             return yaml.safe_load(text)
-        except yaml.YAMLError as wrong:
+        except (yaml.YAMLError, ValueError, RecursionError) as wrong:  # a date of no calendar is the second
             raise ValueError(f"{path} is neither JSON nor YAML: {wrong}") from None
+    except (ValueError, RecursionError) as error:  # no text, or a number of thousands of digits
+        raise ValueError(f"{path} is no topology: {error}") from None

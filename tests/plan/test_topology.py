@@ -62,13 +62,36 @@ def data(**changes: Any) -> dict[str, Any]:
         ({"kernels": []}, "this is no table"),
         ({"nodes": 3}, "has the unknown nodes"),
         ({"start_us": -1}, "start_us of a topology is -1"),
+        ({"inside": None}, "must be a mapping, not NoneType"),
+        ({5: 1, "nodes": 3}, "has the unknown 5, nodes"),
+        ({"kernels": "h" * 5000}, "there is no such table"),
+        ({"kernels": {**FLAT.as_data(), "dtype": ["bf16"]}}, r"dtype is \['bf16'\], but must be one of"),
     ],
     ids=str,
 )
-def test_refuses_with_the_name_of_what_is_wrong(changed: dict[str, Any], says: str) -> None:
+def test_refuses_with_the_name_of_what_is_wrong(changed: dict[Any, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says) as error:
-        Topology.read(data(**changed), "some.yaml")
+        Topology.read(data() | changed, "some.yaml")
     assert "some.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("rows", value) for value in (0, 1.5, 10**400, 1e308, True, None)),
+        ("heads", 0.5),
+        ("kv_heads", "8"),
+        ("head_dim", [128]),
+        *(("causal", value) for value in ("no", None, 1, [1])),
+        *(("forward", value) for value in (0, True, "1", float("nan"), 10**400)),
+        *(("workspace", value) for value in (-1, 1.5, None, 10**400)),
+    ],
+    ids=lambda value: str(value)[:9],
+)
+def test_refuses_blocks_that_no_time_can_be_computed_from(name: str, value: object) -> None:
+    first, *others = FLAT.as_data()["block_us"]
+    with pytest.raises(ValueError, match=f"kernel times: {name} of a block is "):
+        KernelTimes.read({"block_us": [{**first, name: value}, *others]})
 
 
 @pytest.mark.parametrize("name", ["inside", "kernels", "gpus_per_node", "name"])
@@ -86,6 +109,16 @@ def test_unknown_sources_and_other_text(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_text("name: test\n")
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ValueError, match=r"pip install meshattn\[yaml\]"):
+        load_topology(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"name": ' + "9" * 5000 + "}", "\udcff"], ids=["deep", "long", "bytes"]
+)
+def test_no_text_ends_in_another_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match="is no topology"):
         load_topology(path)
 
 
