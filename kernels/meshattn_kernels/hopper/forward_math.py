@@ -125,6 +125,13 @@ def online_softmax(
 
 
 @gluon.jit
+def read_earlier(lse_at, lse_mask, out_at, out_mask):
+    """What earlier blocks left: maximum in base 2, which stands for their log-sum-exp, and out."""
+    lse = gl.load(lse_at, mask=lse_mask, other=float("-inf"))
+    return lse * LOG2E, gl.load(out_at, mask=out_mask, other=0.0)
+
+
+@gluon.jit
 def consumer(
     INDEX: gl.constexpr, output, rows, worker_start, tasks, scale, memory,
     HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
@@ -148,6 +155,8 @@ def consumer(
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and CARRY_PROBS
     KEYS_EARLY: gl.constexpr = CONSUMERS == 3
     LAZY_MAX: gl.constexpr = not Q_IN_REGISTERS  # 1 to 3 % faster, but 2 % slower there
+    # While the last product runs, if no mask of columns takes the registers for that.
+    READ_EARLY: gl.constexpr = HEAD_DIM_V == DV_TILE
     exp2_scale = scale * LOG2E
     worker = gl.program_id(0)
     step = 0
@@ -221,14 +230,18 @@ def consumer(
         # Padding rows saw what their q, read as zero, would see: they are written as empty, or not at all.
         written = output.rows if FIRST else rows.n_q
         lse_at, lse_mask = lse_addresses(output, task_row, first_row, written, S_ROW)
-        out_at, out_mask = out_addresses(output, task_row, first_row, written, HEAD_DIM_V, O_LAYOUT)
-        if not FIRST:  # read while the last product runs
-            old_max = gl.load(lse_at, mask=lse_mask, other=float("-inf")) * LOG2E
-            old_out = gl.load(out_at, mask=out_mask, other=0.0)
+        if READ_EARLY:
+            out_at, out_mask = out_addresses(output, task_row, first_row, written, HEAD_DIM_V, O_LAYOUT)
+            if not FIRST:
+                old_max, old_out = read_earlier(lse_at, lse_mask, out_at, out_mask)
         out = warpgroup_mma_wait(0, deps=[out])
         mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
         step += 1
         task_number += 1
+        if not READ_EARLY:
+            out_at, out_mask = out_addresses(output, task_row, first_row, written, HEAD_DIM_V, O_LAYOUT)
+            if not FIRST:
+                old_max, old_out = read_earlier(lse_at, lse_mask, out_at, out_mask)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), S_ROW)
         row_sum = gl.where(first_row + gl.arange(0, ROWS, layout=S_ROW) < rows.n_q, row_sum, 0.0)
         if not FIRST:
