@@ -207,12 +207,14 @@ class Agreement:
             )
             if answers is None and error is None:
                 absent = within(_STORE_GRACE, lambda: self._absent(number, expected))
-        except TimeoutError as failure:
+        except (TimeoutError, RuntimeError) as failure:
             if error is not None:
                 raise error from failure
+            what = f"is gone; its host, mostly rank 0, has ended ({str(failure).partition(chr(10))[0]})"
+            if isinstance(failure, TimeoutError):
+                what = f"does not answer within {self._timeout + _STORE_GRACE:g} s; its host has stalled"
             raise TransportError(
-                f"{self._statement['call']}: the store of the process group does not answer within "
-                f"{self._timeout + _STORE_GRACE:g} s; its host has stalled"
+                f"{self._statement['call']}: the store of the process group {what}"
             ) from failure
         if error is not None:
             raise error
@@ -237,7 +239,7 @@ class Agreement:
         mine = json.dumps([{name: " ".join(map(str, numbers)) for name, numbers in lists.items()}, None])
         try:
             answers = within(self._timeout + _STORE_GRACE, lambda: self._exchange(number, mine, True))
-        except TimeoutError:
+        except (TimeoutError, RuntimeError):
             return statements
         if answers is None:
             return statements

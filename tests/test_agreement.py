@@ -208,6 +208,19 @@ def _checks(pattern: list[str], periods: int) -> list[int]:
     return counts
 
 
+class BrokenStore(HashStore):
+    def set(self, key: str, value: str) -> None:  # type: ignore[override]
+        raise RuntimeError("Broken pipe\nframe 0: of the library")
+
+
+def test_a_store_whose_host_has_ended_is_told_with_the_call() -> None:
+    agreement = Agreement(BrokenStore(), 0, range(3), 0.05)
+    with pytest.raises(TransportError, match=r"^attend, call 1: the store .* is gone; .*\(Broken pipe\)$"):
+        agreement.enter("attend", {"q": "alike"})
+    with pytest.raises(ValueError, match="wrong here"):
+        agreement.enter("attend", {"q": "alike"}, ValueError("wrong here"))
+
+
 @pytest.mark.parametrize("pattern", ["ab", "abc", "abcde", "aab", "aaaabcd"], ids=str)
 def test_patterns_of_calls_are_checked_once(pattern: str) -> None:
     """A training loop pays for its first period (and the way back) only, layers that look alike included."""

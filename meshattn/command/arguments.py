@@ -34,6 +34,8 @@ def check_folder(name: str, path: Path | None) -> None:
     """Before the work, so that it is not lost."""
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"--{name} {path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise ValueError(f"--{name} {path}: this is a folder, but must be a file")
 
 
 def add_window(parser: argparse.ArgumentParser) -> None:
