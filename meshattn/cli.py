@@ -20,6 +20,7 @@ from meshattn.plan.report import DIRECTIONS, RATIOS, Row, describe_step, rows_at
 
 WIDEST_PICTURE = 48
 MANY_BLOCKS = 2**13
+MOST_OF_LAYOUTS = 1024  # some twenty seconds
 MOST_RANKS = 4096
 MOST = {"batch": 2**20, "seq_len": 2**40, "heads": 2**12, "head_dim": 2**14}
 MOST_BLOCKS = 2**15  # of all lists of `meshattn schedule`, some ten seconds
@@ -220,7 +221,12 @@ def _schedule(args: argparse.Namespace) -> str:
 
 def _layouts(args: argparse.Namespace) -> str:
     left, right = window_of(args)
-    figures = compare_layouts(args.seq_len, args.ranks, _shape(args), left, right)
+    shape = _shape(args)
+    if args.ranks > MOST_OF_LAYOUTS:
+        raise ValueError(
+            f"--ranks is {args.ranks}, but layouts looks at every pair: give at most {MOST_OF_LAYOUTS}"
+        )
+    figures = compare_layouts(args.seq_len, args.ranks, shape, left, right)
     best, *others = figures
     lines = [
         f"take layout={best.layout!r}; time is that of the busiest rank of a nominal machine, and of layouts "

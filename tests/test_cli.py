@@ -130,6 +130,7 @@ def test_wide_matrix_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
         ("plan --ranks 256 --topology dgx-h200 --documents 4k", "at most 128 ranks can be planned"),
         ("plan --ranks 6 --topology dgx-h200 --documents 1 --seq-len 1G", "at most 349525 documents can"),
         ("plan --ranks 2 --topology dgx-h200 --trace /", "--trace /: this is a folder"),
+        ("layouts --ranks 1025", "--ranks is 1025, but layouts looks at every pair: give at most 1024"),
         ("calibrate --out .", "--out .: this is a folder"),
         ("plan --ranks 2 --topology " + "a" * 5000, "File name too long"),
         ("plan --ranks 6 --topology dgx-h200 --heads 4100", "--heads is 4100, but must be at most 4096"),
