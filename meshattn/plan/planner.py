@@ -112,34 +112,41 @@ class Question:
         self, cut: Cut, order: tuple[MeshAxis, ...] = ORDER, *, pace: Pace | None = None
     ) -> Prediction:
         """Emulate a candidate, with lists made for this ``pace``; by default for the cluster."""
-        pace = pace or pace_of(self.topology, cut, order)
-        total = compute = exposed = 0.0
-        exchanges = 0
-        links: list[LinkUse] = []
-        mask = None if self.mask is None else self.mask(cut.heads)
-        for direction in self.passes:
-            script = pass_script(direction, self.shape, cut, self.topology, order=order, mask=mask, pace=pace)
-            if mask is not None:
-                links.append(used_links(script, self.topology))
-            timeline = run(script, self.topology)
-            total += timeline.total_us
-            compute += max(timeline.compute_us)
-            exposed += timeline.exposed_us
-            exchanges += script.num_exchanges
-        return Prediction(
-            cut=cut,
-            order=order,
-            where=self.placement(cut, order).describe(),
-            links=self.links(cut, order) if mask is None else sum(links[1:], links[0]),
-            memory=self.memory(cut, order),
-            workspace=self.workspace(cut, order) if "backward" in self.passes else 0,
-            bound_us=self.bound_us(cut, order),
-            kernels_us=self.kernels_us(cut, order),
-            total_us=total,
-            compute_us=compute,
-            exposed_us=exposed,
-            exchanges=exchanges,
+        return _predict(self, cut, order, pace or pace_of(self.topology, cut, order))
+
+
+@lru_cache(maxsize=1024)
+def _predict(question: Question, cut: Cut, order: tuple[MeshAxis, ...], pace: Pace) -> Prediction:
+    """Kept, since what a plan shows and what "auto" takes are mostly the same candidates."""
+    total = compute = exposed = 0.0
+    exchanges = 0
+    links: list[LinkUse] = []
+    mask = None if question.mask is None else question.mask(cut.heads)
+    for direction in question.passes:
+        script = pass_script(
+            direction, question.shape, cut, question.topology, order=order, mask=mask, pace=pace
         )
+        if mask is not None:
+            links.append(used_links(script, question.topology))
+        timeline = run(script, question.topology)
+        total += timeline.total_us
+        compute += max(timeline.compute_us)
+        exposed += timeline.exposed_us
+        exchanges += script.num_exchanges
+    return Prediction(
+        cut=cut,
+        order=order,
+        where=question.placement(cut, order).describe(),
+        links=question.links(cut, order) if mask is None else sum(links[1:], links[0]),
+        memory=question.memory(cut, order),
+        workspace=question.workspace(cut, order) if "backward" in question.passes else 0,
+        bound_us=question.bound_us(cut, order),
+        kernels_us=question.kernels_us(cut, order),
+        total_us=total,
+        compute_us=compute,
+        exposed_us=exposed,
+        exchanges=exchanges,
+    )
 
 
 def cuts(ranks: int, shape: CallShape, heads: int | None = None, tile: Tile | None = None) -> Iterator[Cut]:
