@@ -30,7 +30,10 @@ class Launch:
 
 
 class Launches:
-    """Launches that run side by side, as many as may; in their order where they have to wait."""
+    """Launches that run side by side, as many as may; in their order where they have to wait.
+
+    One of more ranks than may run at once runs alone.
+    """
 
     def __init__(self, program: Path, launches: Sequence[Launch]) -> None:
         self._outcomes: dict[str, list[Outcome]] = {}
@@ -44,7 +47,8 @@ class Launches:
             thread.start()
 
     def _may_start(self, launch: Launch) -> bool:
-        return self._waiting[0] is launch and self._running + launch.ranks <= RANKS_AT_ONCE
+        room = self._running == 0 or self._running + launch.ranks <= RANKS_AT_ONCE
+        return self._waiting[0] is launch and room
 
     def _run(self, program: Path, launch: Launch) -> None:
         with self._turn:

@@ -26,6 +26,8 @@ ONE_GPU = (
     Launch("P3-shared-killed", KILLED, 3, 1, env=SHARED),
     Launch("P2-shared", ["engine", "graph", "memory", "--nccl"], 2, 1, env=SHARED),
     Launch("P3-shared-killed-p2p", [*KILLED, "--transport", "p2p", "--nccl"], 3, 1, env=SHARED),
+    Launch("P16-shared", ["race"], 16, 1, timeout=300.0, env=SHARED),
+    Launch("P8-shared", ["race"], 8, 1, timeout=300.0, env=SHARED),
 )
 TWO_GPUS = (
     Launch("P2", ["race", "engine", "graph", "repeat", "memory", "--nccl"], 2, 2),
