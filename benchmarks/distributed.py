@@ -89,10 +89,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--head-groups", type=int, nargs="+", default=[], help="beside auto, on tiles with a head axis"
     )
     parser.add_argument("--topology", help="what auto plans for, a head axis too (default: fewest bytes)")
-    parser.add_argument("--transport", nargs="+", default=["p2p"], choices=("auto", "symmetric", "p2p"))
+    parser.add_argument(
+        "--transport",
+        nargs="+",
+        default=["p2p"],
+        choices=("auto", "symmetric", "p2p", "plain"),
+        help="plain: send and receive as PyTorch gives them",
+    )
     parser.add_argument("--no-bare", action="store_true", help="leave out the tiles without their transfers")
     parser.add_argument(
-        "--graph", nargs="*", choices=("symmetric", "p2p"), help="our passes as CUDA graphs, too"
+        "--graph", nargs="*", choices=("symmetric", "p2p", "plain"), help="our passes as CUDA graphs, too"
     )
     parser.add_argument("--one-gpu", action="store_true", help="also one rank alone with as much work")
     parser.add_argument("--torch", nargs="+", default=[], choices=("cudnn", "flash"), help="torch's own")

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,10 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshattn as ma
 from across_ranks.rank_cuts import name_of
-from meshattn.packing import Packed, Packing, packed_bytes
+from across_ranks.rank_transports import PlainP2P, Skipped
 from meshattn.plan import CallShape
 from meshattn.plan.placement import Cut
-from meshattn.transport.base import Handle, Message, Transport
 
 Grads = tuple[Tensor, ...]
 
@@ -161,53 +159,6 @@ class Captured:
         return self._grads
 
 
-class _NoHandle:
-    def wait(self) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-
-class Skipped(Transport):
-    """Moves nothing: the time of a pass without its transfers. The results are wrong.
-
-    What would arrive is what this rank sent the first time: on zeros or old bytes a GPU takes less power, and
-    runs at a higher clock, than on numbers.
-    """
-
-    name = "skipped"
-
-    def __init__(self, whole: Transport) -> None:
-        super().__init__()
-        self._whole = whole
-        self._received: WeakKeyDictionary[Packing, Sequence[Packed]] = WeakKeyDictionary()
-        self._filled: set[int] = set()
-
-    def received(
-        self, axis: str, flow: str, packing: Packing, slots: int, device: torch.device
-    ) -> Sequence[Packed]:
-        if packing not in self._received:
-            self._received[packing] = super().received(axis, flow, packing, slots, device)
-        return self._received[packing]
-
-    def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> Handle:
-        if send is not None and recv is not None and recv.data_ptr() not in self._filled:
-            self._filled.add(recv.data_ptr())
-            recv.copy_(packed_bytes(send))
-        return _NoHandle()
-
-    def all_gather(self, tensor: Tensor) -> Any:
-        return self._whole.all_gather(tensor)
-
-
-def without_transfers(mesh: ma.AttentionMesh) -> ma.AttentionMesh:
-    """Let a mesh of the transport "p2p" send nothing any more."""
-    connection = mesh.connection
-    mesh.connection = replace(connection, transport=Skipped(connection.transport), nodes=())
-    return mesh
-
-
 def alone(case: Case, device: torch.device, timeout: float) -> Ours:
     """One rank by itself with as many products as it has among all: what its kernel can do."""
     ranks = dist.get_world_size()
@@ -260,19 +211,21 @@ def ours_by_transport(
     case: Case, cut: Cut, transport: str, device: torch.device, timeout: float
 ) -> Callable[[], Ours]:
     """Makes the contender of a cut on a transport, "/" and its number of head groups behind it if that is not
-    what the mesh takes; "skipped" moves nothing."""
+    what the mesh takes; "skipped" moves nothing, "plain" as PyTorch does by itself."""
     name, _, groups = transport.partition("/")
+    instead = {"skipped": Skipped, "plain": PlainP2P}.get(name)
 
     def make() -> Ours:
         mesh = ma.init_attention_mesh(
             tile=cut.tile,
             heads=cut.heads,
             head_groups=int(groups) if groups else "auto",
-            transport="p2p" if name == "skipped" else name,
+            transport="p2p" if instead else name,
             timeout=timeout,
         )
-        if transport == "skipped":
-            mesh = without_transfers(mesh)
+        if instead:
+            connection = mesh.connection
+            mesh.connection = replace(connection, transport=instead(connection.transport), nodes=())
         return Ours(f"{name_of(cut)} {transport}", mesh, case, device)
 
     return make
