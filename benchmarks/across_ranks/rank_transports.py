@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshattn.packing import Packed, Packing, packed_bytes
+from meshattn.packing import Packed, Packing, as_bytes, packed_bytes
 from meshattn.transport.base import Handle, Message, Transport
 
 
@@ -66,10 +66,10 @@ class Skipped(Transport):
 
 
 class PlainP2P(Transport):
-    """`batch_isend_irecv` on a process group as PyTorch makes it: NCCL has a stream of normal priority and no
-    head start, attention takes all multiprocessors, and the allocator is told of every buffer.
+    """`batch_isend_irecv` of every tensor on a process group as PyTorch makes it: NCCL has a stream of normal
+    priority and no head start, and attention takes all multiprocessors.
 
-    For a mesh of all ranks in their order.
+    For a mesh of all ranks in their order, and passes in which all ranks send and receive alike.
     """
 
     name = "plain"
@@ -80,13 +80,12 @@ class PlainP2P(Transport):
         self._group: Any = dist.new_group()
 
     def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> Handle:
-        operations = []
-        if send is not None:
-            operations.append(dist.P2POp(dist.isend, packed_bytes(send), message.to, self._group))
-        if recv is not None:
-            operations.append(dist.P2POp(dist.irecv, recv, message.source, self._group))
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return _Works(works, [operation.tensor for operation in operations])
+        assert send is not None and recv is not None, message.label
+        parts = [as_bytes(part) for part in send]
+        into = recv.split([part.nbytes for part in parts])
+        operations = [dist.P2POp(dist.isend, part, message.to, self._group) for part in parts]
+        operations += [dist.P2POp(dist.irecv, part, message.source, self._group) for part in into]
+        return _Works(dist.batch_isend_irecv(operations), [*parts, *into])
 
     def all_gather(self, tensor: Tensor) -> Any:
         return self._whole.all_gather(tensor)
