@@ -210,7 +210,19 @@ def test_ring_and_mesh_are_checked_and_timed_on_four_ranks(network: list[str], t
     program = [str(SCRIPT.with_name("distributed.py")), "--seq-len", "300", "--kv-heads", "2", "--no-bare"]
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--ranks", "4", *network, "--", *program]
     done = subprocess.run(
-        [*command, "--tile", "2x2", "2x1x2", "--rounds", "1", "--out", str(tmp_path)],
+        [
+            *command,
+            "--tile",
+            "2x2",
+            "2x1x2",
+            "--transport",
+            "p2p",
+            "plain",
+            "--rounds",
+            "1",
+            "--out",
+            str(tmp_path),
+        ],
         capture_output=True,
         text=True,
         timeout=200,
@@ -219,7 +231,7 @@ def test_ring_and_mesh_are_checked_and_timed_on_four_ranks(network: list[str], t
     (path,) = tmp_path.glob("*distributed-4-ranks-virtual.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     sent = {record["case"]: record for record in records if record["metric"] == "backward bytes"}
-    assert len(sent) == 3 and all(record["ratio"] == 1.0 for record in sent.values())
+    assert len(sent) == 6 and all(record["ratio"] == 1.0 for record in sent.values())
     assert all("virtual cluster: 4 ranks" in record["device"] for record in records)
 
 
