@@ -35,6 +35,58 @@ class Options(NamedTuple):
         return {name: str(value) for name, value in self._asdict().items() if name != "unknown"}
 
 
+class Arguments(NamedTuple):
+    """A call as this rank makes it; nothing in it is checked."""
+
+    name: str  # of the public function
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seq: ShardedSequence
+    kv_seq: ShardedSequence | None
+    sinks: Tensor | None
+    dropout_seed: int | None
+    options: Options
+
+    @property
+    def keys(self) -> ShardedSequence:
+        """The sequence of k and v."""
+        return self.seq if self.kv_seq is None else self.kv_seq
+
+    def looks(self) -> object:
+        """What a call on a sequence is checked for and planned from. A new object if it cannot be right."""
+        name, q, k, v, seq, keys, sinks, seed, options = self
+        given = (q, k, v) if sinks is None else (q, k, v, sinks)
+        if not all(isinstance(x, Tensor) and not x.is_nested for x in given):
+            return object()
+        if not (keys is None or isinstance(keys, ShardedSequence)) or not is_seed(seed):
+            return object()
+        tensors = [
+            (type(x), x.shape, x.dtype, x.device, x.layout, x.requires_grad, x.is_inference()) for x in given
+        ]
+        modes = torch.is_grad_enabled(), autocast_type(q.device.type), seed is None
+        causal, scale, window, *others = options
+        # 1 equals 1.0 and True, but not every option takes all of them; a list has no hash.
+        types = tuple(map(type, options))
+        other_keys = None if keys is seq else keys  # the sequence, which keeps this, would keep itself alive
+        return name, *tensors, *modes, other_keys, types, causal, scale, repr(window), *others
+
+    def sequences(self) -> dict[str, str]:
+        """What must be the same on all ranks, of what may change while a call looks the same."""
+        if self.keys is self.seq:
+            return {"sequence": self.seq.stated}
+        keys = self.keys.stated if isinstance(self.keys, ShardedSequence) else f"a {type(self.keys).__name__}"
+        return {"sequence": self.seq.stated, "kv_seq": keys}
+
+    def statement(self) -> dict[str, str]:
+        """What else must be the same on all ranks."""
+        tensors = {"q": words_of(self.q), "k": words_of(self.k), "v": words_of(self.v)}
+        if self.sinks is not None:
+            tensors["sinks"] = words_of(self.sinks)
+        seed = "not given" if self.dropout_seed is None else "given"
+        return tensors | self.options.words() | {"dropout_seed": seed}
+
+
 def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):

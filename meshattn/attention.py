@@ -6,12 +6,12 @@ Letters: B batch, L rows of a rank's shard, H and H_kv query and key/value heads
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import Never
 
 import torch
 from torch import Tensor
 
-from meshattn.arguments import Options, check_dropout, check_kernel_name, check_kind, check_softcap
+from meshattn.arguments import Arguments, Options, check_dropout, check_kernel_name, check_kind, check_softcap
 from meshattn.calls import attend
 from meshattn.sequence import ShardedSequence
 from meshattn_kernels import choose_kernel
@@ -98,7 +98,7 @@ def mesh_attention(
         kernel,
         tuple(sorted(unknown)),
     )
-    return _outside_graphs("mesh_attention", q, k, v, seq, kv_seq, sinks, dropout_seed, options)
+    return _outside_graphs(Arguments("mesh_attention", q, k, v, seq, kv_seq, sinks, dropout_seed, options))
 
 
 def ring_attention(
@@ -138,7 +138,7 @@ def ring_attention(
         kernel,
         tuple(sorted(unknown)),
     )
-    return _outside_graphs("ring_attention", q, k, v, seq, kv_seq, sinks, dropout_seed, options)
+    return _outside_graphs(Arguments("ring_attention", q, k, v, seq, kv_seq, sinks, dropout_seed, options))
 
 
 def kernel_for(
@@ -174,11 +174,11 @@ def kernel_for(
     return choose_kernel(kernel, torch.device(device), dtype, head_dim, head_dim_v, **changes)
 
 
-def _outside_graphs(*arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
+def _outside_graphs(given: Arguments) -> Tensor | tuple[Tensor, Tensor]:
     """torch.compile leaves its graph here and comes back after the call: exchanges cannot be traced."""
     if torch.compiler.is_compiling():
         from meshattn.graph_break import attend as untraced
 
-        result: Tensor | tuple[Tensor, Tensor] = untraced(*arguments)
+        result: Tensor | tuple[Tensor, Tensor] = untraced(given)
         return result
-    return attend(*arguments)
+    return attend(given)
