@@ -56,6 +56,8 @@ class Arguments(NamedTuple):
     def looks(self) -> object:
         """What a call on a sequence is checked for and planned from. A new object if it cannot be right."""
         name, q, k, v, seq, keys, sinks, seed, options = self
+        if torch._C._are_functorch_transforms_active():
+            return object()
         given = (q, k, v) if sinks is None else (q, k, v, sinks)
         if not all(isinstance(x, Tensor) and not x.is_nested for x in given):
             return object()
@@ -85,6 +87,15 @@ class Arguments(NamedTuple):
             tensors["sinks"] = words_of(self.sinks)
         seed = "not given" if self.dropout_seed is None else "given"
         return tensors | self.options.words() | {"dropout_seed": seed}
+
+
+def check_transforms() -> None:
+    """Behind the checks PyTorch would refuse them, on this rank alone."""
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError(
+            "this call is inside a transform of torch.func (vmap, grad, jvp, ...), which cannot follow "
+            "exchanges between ranks: call attention outside of it, and backward() for gradients"
+        )
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:

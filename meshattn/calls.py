@@ -18,6 +18,7 @@ from meshattn.arguments import (
     check_seed,
     check_sinks,
     check_tensors,
+    check_transforms,
     check_types,
 )
 from meshattn.autograd import differentiable_attention
@@ -90,6 +91,7 @@ def _make_ready(given: Arguments) -> _Ready:
     error: Exception | None = None
     chosen = str(options.kernel)
     try:
+        check_transforms()
         check_keys(seq, keys)
         check_options(options)
         check_seed(given.dropout_seed)

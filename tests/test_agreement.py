@@ -131,6 +131,11 @@ def _wrong(mesh: AttentionMesh) -> Any:
     return attend(mesh, softmax_scale=-1.0)
 
 
+def _transformed(mesh: AttentionMesh) -> Any:
+    """PyTorch would refuse it behind the agreement."""
+    return torch.func.grad(lambda x: x * attend(mesh).sum())(torch.ones(()))
+
+
 def _packed(mesh: AttentionMesh) -> Any:
     seq = mesh.sequence(12, cu_seqlens=[0, 5, 12])
     x = torch.ones(1, seq.rows, 2, 8)
@@ -146,8 +151,12 @@ def _missing(mesh: AttentionMesh) -> Any:
 @pytest.mark.parametrize("call_number", [1, 3], ids="call-{}".format)
 @pytest.mark.parametrize(
     "otherwise, kind, text",
-    [(_wrong, ValueError, "softmax_scale is -1.0"), (_missing, NotImplementedError, "is not there yet")],
-    ids=["wrong", "not-implemented"],
+    [
+        (_wrong, ValueError, "softmax_scale is -1.0"),
+        (_missing, NotImplementedError, "is not there yet"),
+        (_transformed, ValueError, "inside a transform of torch.func"),
+    ],
+    ids=["wrong", "not-implemented", "transformed"],
 )
 def test_an_error_of_one_rank_is_everybodys(
     otherwise: Call, kind: type[Exception], text: str, call_number: int, backend: Backend
