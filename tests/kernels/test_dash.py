@@ -4,6 +4,7 @@ any number of workers."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -167,6 +168,23 @@ def test_named_schedules(
         raise
     check_table(table, ranges, group)
     assert not split or group == 1 or table.max_dkv_turns > 1 or not ranges.pairs
+
+
+@CHECK
+@given(ranges=any_ranges(), name=st.sampled_from(sorted(LINEAR)), data=st.data())
+def test_a_linear_order_is_one_where_each_walk_begins_when_the_last_has_ended(
+    ranges: TileRanges, name: str, data: st.DataObject
+) -> None:
+    walks = LINEAR[name](ranges)
+    tiles = zip(walks.first.tolist(), walks.length.tolist(), strict=True)
+    # also walks that wrap round
+    start = [data.draw(st.integers(first, first + max(length, 1) - 1)) for first, length in tiles]
+    slot = torch.arange(len(start)) * ranges.query_tiles
+    linear = replace(walks, start=torch.tensor(start))
+    timed = replace(linear, slot=slot)
+    assert torch.equal(linear.entries(3), timed.entries(3))
+    queries = timed.entries() & (1 << TURN_SHIFT) - 1
+    assert torch.equal(walks.visits(), torch.bincount(queries, minlength=ranges.query_tiles))
 
 
 @CHECK

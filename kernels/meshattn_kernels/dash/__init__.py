@@ -6,8 +6,8 @@ it takes, ``gantt`` draws it.
 """
 
 from meshattn_kernels.dash.choice import choose_schedule, heads_in_flight, named_schedule
-from meshattn_kernels.dash.schedules import SCHEDULES
-from meshattn_kernels.dash.table import LOAD, STEP_PADDING, STORE, TURN_SHIFT, ScheduleTable, build_table
+from meshattn_kernels.dash.schedules import SCHEDULES, TURN_SHIFT
+from meshattn_kernels.dash.table import LOAD, STEP_PADDING, STORE, ScheduleTable, build_table
 from meshattn_kernels.tile_ranges import TileRanges, visible_ranges
 
 __all__ = [

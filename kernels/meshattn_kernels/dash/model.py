@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshattn_kernels.dash.table import LOAD, STORE, TURN_SHIFT, ScheduleTable
+from meshattn_kernels.dash.schedules import TURN_SHIFT
+from meshattn_kernels.dash.table import LOAD, STORE, ScheduleTable
 
 
 class Deadlock(Exception):

@@ -29,6 +29,9 @@ from torch import Tensor
 
 from meshattn_kernels.tile_ranges import TileRanges
 
+TURN_SHIFT = 16
+"""A step is ``query tile | turn << TURN_SHIFT``, a positive int32."""
+
 SHIFT_WAVE = 32
 """Key/value tiles of a head that a shift turns round together. Fixed, so that turns do not depend on the
 workers; small enough that the quarter of a large GPU can hold a wave."""
@@ -65,11 +68,11 @@ class Walks:
         first_of_job[1:] = self.job[1:] != self.job[:-1]
         return int(torch.bincount(self.wave[first_of_job]).max())
 
-    def steps(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(walk, query tile, turn) of every step, int64, walk after walk."""
-        walk = torch.repeat_interleave(torch.arange(len(self.kv)), self.length)
+    def entries(self, padding: int = 0) -> Tensor:
+        """Query tile | turn << TURN_SHIFT of every step, walk after walk, then zeros; int32."""
         if self.slot is None:
-            return walk, *self._in_launch_order()
+            return self._in_launch_order(padding)
+        walk = torch.repeat_interleave(torch.arange(len(self.kv)), self.length)
         begin = torch.cumsum(self.length, 0) - self.length
         t = torch.arange(len(walk)) - begin[walk]
         first = self.first[walk]
@@ -79,20 +82,33 @@ class Walks:
         visits = torch.bincount(query, minlength=self.query_tiles)
         turn = torch.empty_like(query)
         turn[order] = torch.arange(len(walk)) - (torch.cumsum(visits, 0) - visits)[query[order]]
-        return walk, query, turn
+        return torch.cat((query | turn << TURN_SHIFT, query.new_zeros(padding))).int()
 
-    def _in_launch_order(self) -> tuple[Tensor, Tensor]:
-        """Query tile and turn of every step where each walk comes after all before it: no sort of what may be
-        many millions of steps."""
-        visits, count = torch.zeros(self.query_tiles, dtype=torch.int64), torch.arange(self.query_tiles)
-        queries, turns = [count[:0]], [count[:0]]
+    def _in_launch_order(self, padding: int) -> Tensor:
+        """Where each walk comes after all before it: no arithmetic on single steps, of which there may be
+        many millions."""
         columns = (self.first, self.length, self.start, self.direction)
+        entries = torch.zeros(int(self.length.sum()) + padding, dtype=torch.int32)
+        due = torch.arange(self.query_tiles, dtype=torch.int32)  # the entry of the next visit to each tile
+        begin = 0
         for first, length, start, direction in zip(*(column.tolist() for column in columns), strict=True):
-            query = first + (start - first + direction * count[:length]) % length if length else count[:0]
-            queries.append(query)
-            turns.append(visits[query])
-            visits[first : first + length] += 1
-        return torch.cat(queries), torch.cat(turns)
+            if length:
+                seen, walk = due[first : first + length], entries[begin : begin + length]
+                if direction > 0:
+                    walk.copy_(seen.roll(first - start))
+                else:
+                    walk.copy_(seen.roll(first - start - 1).flip(0))
+                seen += 1 << TURN_SHIFT
+                begin += length
+        return entries
+
+    def visits(self) -> Tensor:
+        """Number of walks that come to each query tile, int64 [query_tiles]."""
+        begun, ended = (
+            torch.bincount(bound, minlength=self.query_tiles + 1)
+            for bound in (self.first, self.first + self.length)
+        )
+        return torch.cumsum(begun - ended, 0)[: self.query_tiles]
 
 
 Walk = tuple[int, int, int, int, int]

@@ -29,9 +29,6 @@ STORE = 2
 STEP_PADDING = 16
 """Zero entries behind the last step, because kernels read ahead."""
 
-TURN_SHIFT = 16
-"""A step is ``query tile | turn << TURN_SHIFT``, a positive int32."""
-
 MAX_TILES = 1 << 15
 
 
@@ -180,9 +177,7 @@ def _build(
     tasks, row_owner = _task_rows(walks, unit, job, owner, group, heads // kv_heads)
     worker_start = torch.zeros(workers + 1, dtype=torch.int64)
     worker_start[1:] = torch.cumsum(torch.bincount(row_owner, minlength=workers), 0)
-    _, query, turn = walks.steps()
-    steps = query | turn << TURN_SHIFT
-    turns = torch.bincount(query, minlength=ranges.query_tiles)
+    turns = walks.visits()
     return ScheduleTable(
         name=name,
         workers=workers,
@@ -192,7 +187,7 @@ def _build(
         kv_tiles=ranges.kv_tiles,
         worker_start=worker_start.int(),
         tasks=tasks.int().contiguous(),
-        steps=torch.cat((steps, steps.new_zeros(STEP_PADDING))).int(),
+        steps=walks.entries(STEP_PADDING),
         turns=turns.int(),
         unseen=torch.nonzero(turns == 0).squeeze(1).int(),
         max_dkv_turns=max(1, int(tasks[:, 6].max()) + 1 if len(tasks) else 1),
