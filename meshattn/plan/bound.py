@@ -42,7 +42,7 @@ def tight_bound(direction: Direction, tile: Tile, costs: Costs, channels: Channe
     bounds += _turn_around(a, costs.row_in, b * costs.block, costs.row_out)
     if direction == "backward":
         bounds += _turn_around(b, costs.col_in, a * costs.block, costs.col_out)
-    # Block (0, 0) may fill a gap at the start or at the end, not both: one side has to do without it.
+    # Block (0, 0) may fill a gap at the start or at the end; both, for no more than its time, if it is cut.
     spare = (0, 1)
     start = [_idle(tile, costs.row_in, costs.col_in, costs.block, channels, less) for less in spare]
     if direction == "backward":
@@ -51,7 +51,11 @@ def tight_bound(direction: Direction, tile: Tile, costs: Costs, channels: Channe
         # From the start of the k-th last row out, only row #0 and the k - 1 rows after it may be computed.
         gaps = [[k * costs.row_out - (k * b - less) * costs.block for k in range(1, a)] for less in spare]
         end = [max([0, *gap]) for gap in gaps]
-    bounds.append(a * b * costs.block + min(start[0] + end[1], start[1] + end[0]))
+    if costs.cut is None:
+        idle = min(start[0] + end[1], start[1] + end[0])
+    else:
+        idle = max(start[0] + end[0], start[1] + end[1] - costs.block)
+    bounds.append(a * b * costs.block + idle)
     return max(bounds)
 
 

@@ -28,11 +28,12 @@ Cut: block (0, 0) in two, to fill the gaps at the start and at the end, where it
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
+from itertools import product
 
 from .assignment import Axis, Tile
+from .bound import lower_bound
 from .makespan import channel_of
 from .schedule import AXIS, INWARD, Channels, Costs, Direction, Payload, Schedule, Slots, payloads
 from .steps import Event, cut
@@ -58,6 +59,8 @@ class _Line:
     sent: int = 0  # outward transfers started, complete, merged at the receiver
     received: int = 0
     merged: int = 0
+    first_open: int = 1  # no line before it that leaves misses anything
+    begun: list[int] = field(default_factory=list)  # per line: its blocks 1 .. n-1 were all started
 
     def usable(self) -> int:
         """Lines #0 .. #n-1 that may be computed: chunk here, accumulator slot free."""
@@ -82,9 +85,16 @@ class _Line:
     def can_merge(self) -> bool:
         return self.merged < self.received and self.left[(self.merged + 2) % self.size] == 0
 
+    def next_open(self) -> int:
+        """The next incomplete line to leave; ``size`` if all are complete."""
+        while self.first_open < self.size and not self.left[self.first_open]:
+            self.first_open += 1
+        return self.first_open
+
     def next_misses(self) -> int:
         """Blocks that the next incomplete line to leave still misses; 0 if all are complete."""
-        return next((self.left[k] for k in range(self.sent + 1, self.size) if self.left[k]), 0)
+        k = self.next_open()
+        return self.left[k] if k < self.size else 0
 
     def inward_time(self) -> int:
         return (self.size - 1 - self.started) * self.inward_cost
@@ -238,13 +248,17 @@ class _Simulation:
         """A ready block of a line that leaves this rank, nearest to leaving first; None if there is none."""
         for line in self._goal_axes():
             usable_across = self.lines[OTHER[line.axis]].usable()
-            for k in range(line.sent + 1, line.usable()):
+            for k in range(line.next_open(), line.usable()):
                 if line.left[k]:
-                    for x in chain(range(1, usable_across), (0,)):
-                        row, col = (k, x) if line.axis == "row" else (x, k)
-                        if self.todo[row][col]:
-                            return row, col
+                    while (x := line.begun[k] + 1) < usable_across and not self._to_do(line, k, x):
+                        line.begun[k] = x
+                    if x < usable_across or self._to_do(line, k, 0):
+                        x = x if x < usable_across else 0
+                        return (k, x) if line.axis == "row" else (x, k)
         return None
+
+    def _to_do(self, line: _Line, k: int, x: int) -> int:
+        return self.todo[k][x] if line.axis == "row" else self.todo[x][k]
 
     def _goal_axes(self) -> list[_Line]:
         """The axes that are reduced, first the one whose next line is the goal; equal: the columns."""
@@ -293,6 +307,7 @@ def _new_line(axis: Axis, direction: Direction, tile: Tile, costs: Costs) -> _Li
         outward_cost=costs.of(outward) if outward is not None else 0,
         pool=(slots.row if axis == "row" else slots.col) - 1,
         left=[tile.size(OTHER[axis])] * tile.size(axis),
+        begun=[0] * tile.size(axis),
     )
 
 
@@ -315,11 +330,15 @@ def build(
 def best_order(direction: Direction, tile: Tile, costs: Costs, channels: Channels) -> tuple[int, list[Event]]:
     """The makespan and the events, by start, of the shortest of the orders; the first of equal ones."""
     goals = (False, True) if direction == "backward" else (False,)  # forward only rows leave
-    runs = [
-        _Simulation(direction, tile, costs, channels, by_axis=by_axis, patient=patient, own_parts=parts).run()
-        for parts in ((1,) if costs.cut is None else (1, 2))
-        for by_axis in goals
-        for patient in (False, True)
-    ]
-    shortest = min(runs, key=lambda run: run.now)
+    least = lower_bound(direction, tile, costs, channels)
+    shortest: _Simulation | None = None
+    for parts, by_axis, patient in product((1,) if costs.cut is None else (1, 2), goals, (False, True)):
+        run = _Simulation(
+            direction, tile, costs, channels, by_axis=by_axis, patient=patient, own_parts=parts
+        ).run()
+        if shortest is None or run.now < shortest.now:
+            shortest = run
+        if shortest.now <= least:  # none is shorter
+            break
+    assert shortest is not None
     return shortest.now, shortest.order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from random import Random
 
 import pytest
 
@@ -105,6 +106,18 @@ def test_greedy_beats_all_keys_first() -> None:
     keys_first = 15 * cost.col_in + 15 * (cost.row_in + cost.row_out)
     compute_after_keys = 15 * cost.col_in + (tile.ranks - tile.b) * cost.block
     assert time < max(keys_first, compute_after_keys)
+
+
+@pytest.mark.parametrize("channels", ["shared", "per_axis"])
+@pytest.mark.parametrize("ranks", [2, 3, 6], ids="P{}".format)
+def test_bounds_hold_where_a_block_is_cut(ranks: int, channels: Channels) -> None:
+    """Its parts may fill gaps on both sides."""
+    random = Random(ranks)
+    for tile, direction, _ in product(tiles(ranks), DIRECTIONS, range(30)):
+        block, row_in, col_in, row_out, col_out = (random.randint(1, 3000) for _ in range(5))
+        cost = Costs(block, row_in, col_in, row_out, col_out, cut=random.randint(1, 500))
+        time = makespan(build(direction, tile, cost, channels), cost, channels)
+        assert tight_bound(direction, tile, cost, channels) <= time
 
 
 def test_bounds_by_hand() -> None:
