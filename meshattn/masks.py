@@ -109,9 +109,13 @@ def visible_blocks(rule: MaskRule, q_layout: Layout, kv_layout: Layout) -> Visib
     if gives_bands(rule, q_layout, kv_layout):
         return _visible_bands(rule, q_layout, kv_layout)
     runs = _Runs.of(kv_layout)
-    return Visibility(
-        tuple(runs.met_by(_merged_ranges(rule, q_layout, i, kv_layout.seq_len)) for i in chunks)
-    )
+
+    def seen_by(i: int) -> int:
+        if not q_layout.rows_in(i):  # of a token that is decoded, most chunks
+            return 0
+        return runs.met_by(_merged_ranges(rule, q_layout, i, kv_layout.seq_len))
+
+    return Visibility(tuple(map(seen_by, chunks)))
 
 
 def _visible_bands(rule: MaskRule, q_layout: Layout, kv_layout: Layout) -> Visibility:
