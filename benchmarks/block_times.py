@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from harness import Machine, Timing
+from meshattn.command.blocks import workspace_of
 from one_rank.attention_cases import ADDING, BACKWARD, FORWARD, MERGING, Case
 from one_rank.contenders import Ours, make_inputs, our_kernel
 from one_rank.timing import Clock, CudaClock, Run, host_us
@@ -92,6 +93,19 @@ def once_us(clock: Clock, runs: Mapping[str, Run]) -> dict[str, float]:
     return spent | {name: 1e3 * clock.burst(runs[name], 0, 1, 40.0)[0] for name in late}
 
 
+def measured(clock: Clock, runs: Mapping[str, Run], *, at_once: bool) -> dict[str, float | int]:
+    """Microseconds by pass, and the workspace; ``at_once`` by one run each."""
+    spent: dict[str, float] = {}
+
+    def time_all() -> None:
+        spent.update(
+            once_us(clock, runs) if at_once else {n: median_us(clock, run) for n, run in runs.items()}
+        )
+
+    workspace = workspace_of(time_all, torch.device("cuda"))
+    return {name: round(us, 2) for name, us in spent.items()} | {"workspace": workspace}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -123,15 +137,7 @@ def main() -> None:
         if not host:
             host = {name: round(host_us(run.passes[what]), 2) for name, what in PASSES.items()}
         runs = {name: run.passes[what] for name, what in PASSES.items()}
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        if work_of(case) > MOST_WORK:
-            spent = once_us(clock, runs)
-        else:
-            spent = {name: median_us(clock, each) for name, each in runs.items()}
-        entry: dict[str, object] = sizes | {name: round(us, 2) for name, us in spent.items()}
-        # What the backward took and gave back; tables that it keeps are allocated still.
-        entry["workspace"] = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        entry = sizes | measured(clock, runs, at_once=work_of(case) > MOST_WORK)
         entries.append(entry)
         print(f"{time.monotonic() - start:6.1f} {entry}", flush=True)
         machine = Machine.here()

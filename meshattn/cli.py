@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from meshattn import __version__
 from meshattn.advice import NEAR, compare_layouts
-from meshattn.command.arguments import add_window, check_head_dim, size, window_of
+from meshattn.command.arguments import add_window, check_head_dim, check_most, size, window_of
 from meshattn.command.calibrate import add_calibrate, calibrate_command
 from meshattn.command.plan import add_plan, plan_command
 from meshattn.plan.assignment import Assignment, Tile, tiles
@@ -22,7 +22,6 @@ WIDEST_PICTURE = 48
 MANY_BLOCKS = 2**13
 MOST_OF_LAYOUTS = 1024  # some twenty seconds
 MOST_RANKS = 4096
-MOST = {"batch": 2**20, "seq_len": 2**40, "heads": 2**12, "head_dim": 2**14}
 MOST_BLOCKS = 2**15  # of all lists of `meshattn schedule`, some ten seconds
 
 
@@ -148,11 +147,9 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 def _shape(args: argparse.Namespace) -> CallShape:
     if not 1 <= args.ranks <= MOST_RANKS:
         raise ValueError(f"--ranks is {args.ranks}, but must be at least 1 and at most {MOST_RANKS}")
-    for name, most in MOST.items():
-        value = getattr(args, name)
-        if not 1 <= value <= most:
-            bound = "at least 1" if value < 1 else f"at most {most}"
-            raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be {bound}")
+    check_most("batch", args.batch)
+    check_most("seq-len", args.seq_len)
+    check_most("heads", args.heads)
     check_head_dim(args.head_dim)
     exact = "fp64" if args.dtype == "fp64" else "fp32"
     if args.reduce_dtype not in (None, args.dtype, exact):

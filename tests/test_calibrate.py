@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshattn.cli import main
 from meshattn.command import clock
@@ -84,6 +86,47 @@ def test_the_kernel_is_the_one_asked_for_or_is_refused_before_anything_is_measur
     assert run_ranks(2, measure, "gloo") == ["reference"] * 2
     kernel = "hopper"
     assert all("hopper" in str(said) for said in run_ranks(2, measure, "gloo"))
+
+
+def test_a_block_that_one_rank_has_no_memory_for_is_refused_by_all() -> None:
+    """With the options that make it smaller; whatever had to be given up for it."""
+
+    def measure(group: object) -> str:
+        def run(*_: object, **__: object) -> None:
+            if dist.get_rank() == 1:
+                raise torch.OutOfMemoryError("no memory")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ReferenceKernel, "backward", run)
+            with pytest.raises(
+                ValueError, match=r"8 rows of 6 heads .*rank 1.*--rows or fewer --heads"
+            ) as said:
+                calibrate(SIZES, torch.device("cpu"))
+        return str(said.value)
+
+    first, *others = run_ranks(3, measure, "gloo")
+    assert others == [first] * 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rows": (8, 2**20)}, "--rows has 1048576, but with 6 of --heads at most"),
+        ({"head_dim": 2**40}, "--rows or --heads"),
+        ({"messages": (1, 2**60)}, "--messages"),
+    ],
+    ids=["long", "large", "messages"],
+)
+def test_sizes_that_cannot_be_measured_are_refused_before_anything_is(
+    changed: dict[str, Any], said: str
+) -> None:
+    def measure(group: object) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(clock.Clock, "us", None)
+            with pytest.raises(ValueError, match=said):
+                calibrate(replace(SIZES, **changed), torch.device("cpu"))
+
+    run_ranks(1, measure, "gloo")
 
 
 @pytest.mark.parametrize("messages", [["0", "4k"], ["4k", "4k"]], ids="-".join)

@@ -117,6 +117,8 @@ def test_wide_matrix_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
             "calibrate --out x.json --kv-heads 4",
             "--kv-heads has 1 numbers, but must have one for each of the 2",
         ),
+        ("calibrate --out x.json --rows 1k 32M", "--rows is 33554432, but must be at most 16777216"),
+        ("calibrate --out x.json --heads 5000", "--heads is 5000, but must be at most 4096"),
         ("calibrate --out x.json --head-dim 7", "--head-dim is 7, but must be a multiple of 8"),
         ("plan --ranks 6 --topology dgx-h200 --show 0", "--show is 0"),
         ("plan --ranks 6 --topology dgx-h200 --seq-len 1.5", "is not a whole number"),

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from meshattn.plan.cost import HEAD_DIM_STEP
 
+MOST = {"batch": 2**20, "seq-len": 2**40, "rows": 2**24, "heads": 2**12, "head-dim": 2**14}
+"""Of what options may say."""
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -24,9 +26,17 @@ def size(text: str) -> int:
     return int(value)
 
 
+def check_most(name: str, value: int) -> None:
+    """ValueError for what is no such size; ``name`` is that of an option in `MOST`."""
+    if not 1 <= value <= MOST[name]:
+        bound = "at least 1" if value < 1 else f"at most {MOST[name]}"
+        raise ValueError(f"--{name} is {value}, but must be {bound}")
+
+
 def check_head_dim(head_dim: int) -> None:
     """ValueError for one that attention does not take."""
-    if head_dim < 1 or head_dim % HEAD_DIM_STEP:
+    check_most("head-dim", head_dim)
+    if head_dim % HEAD_DIM_STEP:
         raise ValueError(f"--head-dim is {head_dim}, but must be a multiple of {HEAD_DIM_STEP}")
 
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from meshattn.command.arguments import check_folder, check_head_dim, size
+from meshattn.command.arguments import check_folder, check_head_dim, check_most, size
 from meshattn.plan.cost import ITEMSIZES
 
 
@@ -66,11 +66,12 @@ def calibrate_command(args: argparse.Namespace) -> str:
         )
     heads = tuple(zip(args.heads, kv_heads, strict=True))
     for number, shared in heads:
+        check_most("heads", number)
         if min(number, shared) < 1 or number % shared:
             raise ValueError(f"--kv-heads has {shared} for {number} of --heads, but must divide them")
     check_head_dim(args.head_dim)
-    if args.rows and min(args.rows) < 1:
-        raise ValueError(f"--rows has {min(args.rows)}, but must be at least 1")
+    for rows in args.rows:
+        check_most("rows", rows)
     if args.messages and not 0 < args.messages[0] < args.messages[1]:
         raise ValueError(
             f"--messages is {args.messages[0]} {args.messages[1]}, but the second must be larger"

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import os
 import platform
 import socket
 import statistics
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -25,14 +26,22 @@ import torch
 import torch.distributed as dist
 
 from meshattn import __version__
+from meshattn.command.blocks import Block, BlockSize, workspace_of
 from meshattn.command.clock import Clock
+from meshattn.command.progress import Progress
 from meshattn.mesh import AttentionMesh, init_attention_mesh
-from meshattn.plan.kernel_times import BlockTime, KernelTimes, Origin
+from meshattn.plan.kernel_times import BlockPass, BlockTime, KernelTimes, Origin
+from meshattn.plan.prediction import size_of
 from meshattn.plan.topology import Link, Topology
 from meshattn.transport.base import Message, Transport
-from meshattn_kernels import UNBOUNDED, BandIntervals, choose_kernel, get_kernel
-from meshattn_kernels.contract import ACCUMULATOR_KINDS, accumulator_dtype
+from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 
+KINDS: dict[BlockPass, str] = {
+    "forward": "forward", "merging": "forward", "backward": "backward", "adding": "backward"
+}  # fmt: skip
+"""Passes that take the host as long to queue."""
+MOST_WORK = {"cuda": 2**43, "cpu": 2**33}
+"""Heads times squared rows of a block: its passes take minutes, with all repeats, on a fast device."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -47,6 +56,16 @@ class Sizes:
     dtype: str = "fp32"
     """Of q, k and v: a name of `ITEMSIZES`."""
     messages: tuple[int, int] = (2**16, 2**24)
+
+    @property
+    def blocks(self) -> list[BlockSize]:
+        """In the order in which they are measured."""
+        return [
+            BlockSize(rows, heads, kv_heads, self.head_dim, DTYPES[self.dtype], causal)
+            for rows in self.rows
+            for heads, kv_heads in self.heads
+            for causal in (True, False)
+        ]
 
 
 def join() -> torch.device:
@@ -79,7 +98,8 @@ def calibrate(
     `init_attention_mesh` and ``kernel`` that of `mesh_attention`.
 
     Raises ValueError, on every rank alike, if hosts have different numbers of ranks or ranks are not numbered
-    host by host, and for a kernel that does not serve the type or the head size here.
+    host by host, for a kernel that does not serve the type or the head size here, and for blocks and messages
+    that do not fit into the memory of a rank or would take too long.
     """
     chosen = choose_kernel(kernel, device, DTYPES[sizes.dtype], sizes.head_dim, sizes.head_dim)
     mesh = init_attention_mesh(tile=(1, dist.get_world_size()), transport=transport)
@@ -88,15 +108,50 @@ def calibrate(
             per_node = _ranks_per_host(mesh, device)
         if per_node < 1 or mesh.size % per_node:
             raise ValueError(f"{per_node} ranks a node do not divide the {mesh.size} ranks")
-        return _measure(mesh, sizes, device, name, per_node, chosen)
+        _check_sizes(mesh, sizes, device, get_kernel(chosen))
+        return _measure(mesh, sizes, device, name, per_node, get_kernel(chosen))
     finally:
         mesh.close()
 
 
+def _check_sizes(mesh: AttentionMesh, sizes: Sizes, device: torch.device, kernel: AttentionKernel) -> None:
+    """Before anything is measured."""
+    gpu = device.type == "cuda"
+    longest = max(sizes.blocks, key=lambda block: block.rows**2 * block.heads)
+    most = math.isqrt(MOST_WORK[device.type] // longest.heads)
+    if longest.rows > most:
+        raise ValueError(
+            f"--rows has {longest.rows}, but with {longest.heads} of --heads at most {most} can be timed on "
+            f"a {'GPU' if gpu else 'CPU'} in minutes"
+        )
+    if gpu:
+        own = torch.cuda.get_device_properties(device).total_memory
+    else:
+        own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    have = int(min(_all(mesh, own, device)))
+    largest = max(sizes.blocks, key=lambda block: block.num_bytes(kernel))
+    tensors = f"the tensors of {largest.rows} rows and {largest.heads} heads"
+    for what, need, options in (
+        (tensors, largest.num_bytes(kernel), "--rows or --heads"),
+        ("messages", 2 * sizes.messages[1], "--messages"),
+    ):
+        if need > have:
+            raise ValueError(
+                f"{what} take {size_of(need)}, but there is a rank with {size_of(have)}: give less for "
+                f"{options}"
+            )
+
+
 def _measure(
-    mesh: AttentionMesh, sizes: Sizes, device: torch.device, name: str, per_node: int, kernel: str
+    mesh: AttentionMesh,
+    sizes: Sizes,
+    device: torch.device,
+    name: str,
+    per_node: int,
+    kernel: AttentionKernel,
 ) -> Topology:
     clock = Clock(device, partial(_agreed, mesh, device=device))
+    say = Progress("calibrate") if mesh.rank == 0 else None
     ranks = range(mesh.size)
     near = tuple(r // per_node * per_node + (r + 1) % per_node for r in ranks)
     far = tuple((r + per_node) % mesh.size for r in ranks)
@@ -105,18 +160,17 @@ def _measure(
         for ring in (near, far)
     ]
     unused = Link(gb_per_s=1e6)  # a node of one rank has no link inside
-    blocks = [
-        _block(clock, kernel, rows, *heads, causal, sizes)
-        for rows in sizes.rows
-        for heads in sizes.heads
-        for causal in (True, False)
-    ]
+    blocks = []
+    for number, size in enumerate(sizes.blocks, 1):
+        if say is not None:
+            say(f"block {number} of {len(sizes.blocks)}, {size}")
+        blocks.append(_block_time(clock, mesh, kernel, size))
     return Topology(
         name=name,
         gpus_per_node=per_node,
         inside=links[0] or unused,
         between=links[1],
-        kernels=KernelTimes(kernel, tuple(blocks), sizes.dtype, _origin(device)),
+        kernels=KernelTimes(kernel.name, tuple(blocks), sizes.dtype, _origin(device)),
         memory_gb_per_s=_memory(clock),
         start_us=round(clock.start_us(), 2),
     )
@@ -134,8 +188,13 @@ def _origin(device: torch.device) -> Origin:
 
 def _agreed(mesh: AttentionMesh, value: float, device: torch.device) -> float:
     """The median over the ranks."""
+    return statistics.median(_all(mesh, value, device))
+
+
+def _all(mesh: AttentionMesh, value: float, device: torch.device) -> list[float]:
+    """By rank."""
     own = torch.tensor([value], dtype=torch.float64, device=device)
-    return statistics.median(float(each) for each in mesh.connection.transport.all_gather(own))
+    return [float(each) for each in mesh.connection.transport.all_gather(own)]
 
 
 def _ranks_per_host(mesh: AttentionMesh, device: torch.device) -> int:
@@ -194,70 +253,43 @@ def _exchange_us(
     return clock.us(exchange, "exchange")
 
 
-def _block(
-    clock: Clock,
-    kernel_name: str,
-    rows: int,
-    heads: int,
-    kv_heads: int,
-    causal: bool,
-    sizes: Sizes,
-) -> BlockTime:
-    """A square block, alone and into accumulators that hold something."""
-    device = clock.device
-    kernel, dtype, dim = get_kernel(kernel_name), DTYPES[sizes.dtype], sizes.head_dim
-    exact = accumulator_dtype(dtype)
-    q, do = (torch.randn(1, rows, heads, dim, device=device).to(dtype) for _ in range(2))
-    k, v = (torch.randn(1, rows, kv_heads, dim, device=device).to(dtype) for _ in range(2))
-    out, dq, dkv = (
-        {
-            part: torch.zeros(shape, dtype=exact, device=device)
-            for part, shape in kernel.accumulator_shapes(
-                kind, batch=1, rows=rows, heads=heads, kv_heads=kv_heads, head_dim=dim, head_dim_v=dim
-            ).items()
-        }
-        for kind in ACCUMULATOR_KINDS
-    )
-    intervals = BandIntervals(0 if causal else -UNBOUNDED, UNBOUNDED, rows, rows)
-    scale = dim**-0.5
-    delta = torch.zeros(1, heads, rows, dtype=exact, device=device)
-    kernel.forward(q, k, v, out, intervals, softmax_scale=scale, first=True)
-    lse = out["lse"].clone()
-
-    def forward(first: bool) -> None:
-        kernel.forward(q, k, v, out, intervals, softmax_scale=scale, first=first)
-
-    def backward(first: bool) -> None:
-        kernel.backward(
-            q, k, v, do, lse, delta, dq, dkv, intervals, softmax_scale=scale, first_dq=first, first_dkv=first
-        )
-
-    def us(run: Callable[[bool], None], first: bool) -> float:
-        return round(clock.us(partial(run, first), run.__name__), 2)
-
+def _block_time(clock: Clock, mesh: AttentionMesh, kernel: AttentionKernel, size: BlockSize) -> BlockTime:
+    block = _fitting(mesh, kernel, size, clock.device)
+    spent = {what: round(clock.us(run, KINDS[what]), 2) for what, run in block.passes.items()}
     return BlockTime(
-        head_dim=dim,
-        heads=heads,
-        kv_heads=kv_heads,
-        rows=rows,
-        causal=causal,
-        forward=us(forward, True),
-        merging=us(forward, False),
-        backward=us(backward, True),
-        adding=us(backward, False),
-        workspace=_workspace(partial(backward, True), device),
+        head_dim=size.head_dim,
+        heads=size.heads,
+        kv_heads=size.kv_heads,
+        rows=size.rows,
+        causal=size.causal,
+        forward=spent["forward"],
+        merging=spent["merging"],
+        backward=spent["backward"],
+        adding=spent["adding"],
+        workspace=workspace_of(block.passes["backward"], clock.device),
     )
 
 
-def _workspace(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes that a kernel takes while it runs; 0 on CPUs, where nobody counts them."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    held = torch.cuda.memory_allocated(device)
-    run()
-    return torch.cuda.max_memory_allocated(device) - held
+def _fitting(mesh: AttentionMesh, kernel: AttentionKernel, size: BlockSize, device: torch.device) -> Block:
+    """The block, every pass of which has run; ValueError on all ranks if one has not the memory for that."""
+    block: Block | None
+    try:
+        block = Block(kernel, size, device)
+        for run in block.passes.values():
+            run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError:
+        block = None
+    lacking = _all(mesh, float(block is None), device)
+    if any(lacking):
+        raise ValueError(
+            f"a block of {size}, does not fit into the memory of rank {lacking.index(1.0)}, with what kernel "
+            f"{kernel.name} keeps for itself and what other ranks have there: give smaller --rows or fewer "
+            "--heads"
+        )
+    assert block is not None
+    return block
 
 
 def _memory(clock: Clock) -> float:
