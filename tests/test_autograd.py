@@ -32,6 +32,7 @@ from distributed import (
     sequences,
 )
 from meshattn import reference
+from meshattn.engine import row_terms
 from meshattn.mesh import AttentionMesh
 from meshattn.plan.assignment import Tile
 from meshattn.testing import run_ranks
@@ -176,6 +177,16 @@ def test_gradients_flow_through_lse(used: str) -> None:
     for name, exact in zip(("dq", "dk", "dv"), expected, strict=True):
         actual = getattr(whole, name)
         assert_close(name, actual, torch.zeros_like(actual) if exact is None else exact)
+
+
+def test_what_comes_in_through_the_lse_of_an_empty_row_reaches_no_kernel() -> None:
+    """Kernels multiply it by the probabilities of the row, which are 0: NaN and infinity would go through."""
+    lse, dlse = (
+        torch.tensor([[[0.5, -torch.inf, -torch.inf, 2.0]]]),
+        torch.tensor([[[3.0, torch.nan, torch.inf, 4.0]]]),
+    )
+    rows = torch.zeros(1, 4, 1, 8)
+    assert row_terms(rows, lse, rows, dlse).tolist() == [[[-3.0, 0.0, 0.0, -4.0]]]
 
 
 def test_double_backward_is_refused() -> None:
