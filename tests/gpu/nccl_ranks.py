@@ -16,8 +16,8 @@ import torch.distributed as dist
 import meshattn as ma
 from cases import Results, Shape
 from distributed import LAYOUTS, Case, assert_equals_oracle, assert_same_bits, build_mesh, run_case
+from head_cases import formula
 from meshattn.plan import Tile, tiles
-from test_heads import formula
 from test_skipped_hops import expected_counts
 from test_traffic import counted
 
