@@ -1,0 +1,177 @@
+"""Passes again and again on each transport, eager and as CUDA graphs: bits, and memory."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import meshattn as ma
+from gpu.rank_talk import LONGEST_DELAY, say, transports
+from meshattn.plan import CallShape, tiles
+from meshattn.plan.cost import memory as formula
+
+
+class _Passes:
+    """A forward and a backward pass on a mesh, eager or as a CUDA graph, on inputs that can be drawn anew."""
+
+    def __init__(self, mesh: ma.AttentionMesh, rows: int, heads: int = 4) -> None:
+        self.kernel = "hopper" if torch.cuda.get_device_capability() == (9, 0) else "triton"
+        self._seq = mesh.sequence(rows * dist.get_world_size())
+        self._size = (1, rows, heads, 64)
+        self.q, self.k, self.v, self.do = (
+            torch.empty(self._size, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+        )
+        self.draw(0)
+        for x in (self.q, self.k, self.v):
+            x.requires_grad_()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def draw(self, seed: int) -> None:
+        generator = torch.Generator(device="cuda").manual_seed(100 * seed + dist.get_rank())
+        with torch.no_grad():
+            for x in (self.q, self.k, self.v, self.do):
+                x.copy_(torch.randn(self._size, device="cuda", generator=generator))
+
+    def eager(self) -> list[Tensor]:
+        out = ma.mesh_attention(self.q, self.k, self.v, self._seq, causal=True, kernel=self.kernel)
+        assert isinstance(out, Tensor)
+        return [out.detach(), *torch.autograd.grad(out, (self.q, self.k, self.v), self.do)]
+
+    def capture(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.eager()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        dist.barrier()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._captured = self.eager()
+
+    def forget(self) -> None:
+        """Before the mesh is closed: NCCL waits for graphs that know it."""
+        assert self._graph is not None
+        self._graph.reset()
+
+    def replay(self) -> list[Tensor]:
+        assert self._graph is not None
+        self._graph.replay()
+        return [x.clone() for x in self._captured]
+
+
+def _equal(mine: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
+def graph(options: argparse.Namespace) -> None:
+    """A captured pass gives the bits of an eager one, on other inputs too, with graphs of all transports in
+    turns."""
+    for tile in tiles(dist.get_world_size()):
+        meshes = [
+            ma.init_attention_mesh(tile=tile, transport=transport, timeout=options.timeout)
+            for transport in transports(options)
+        ]
+        every = [_Passes(mesh, 512) for mesh in meshes]
+        for passes in every:
+            passes.capture()
+        for number in range(20):
+            for passes in every:
+                passes.draw(number)
+                assert _equal(passes.replay(), passes.eager()), "other bits"
+        torch.cuda.synchronize()
+        for mesh, passes in zip(meshes, every, strict=True):
+            _report_times(mesh.describe(), passes.replay, passes.eager)
+        dist.barrier()
+        for mesh, passes in zip(meshes, every, strict=True):
+            mesh.check()
+            passes.forget()
+            mesh.close()
+
+
+def repeat(options: argparse.Namespace) -> None:
+    """20 runs on each transport, eager and captured, beside other work on the GPU: the same bits always."""
+    ranks = dist.get_world_size()
+    chance = random.Random(dist.get_rank())
+    load = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    beside = torch.cuda.Stream()
+    for tile in tiles(ranks):
+        first: list[Tensor] = []
+        for transport in transports(options):
+            mesh = ma.init_attention_mesh(tile=tile, transport=transport, timeout=options.timeout)
+            passes = _Passes(mesh, 4100)  # long enough for a cut block
+            first = first or passes.eager()
+            passes.capture()
+            for number in range(20):
+                with torch.cuda.stream(beside):
+                    for _ in range(chance.randrange(12)):
+                        torch.mm(load, load)
+                torch.cuda._sleep(chance.randrange(LONGEST_DELAY))
+                for name, run in (("eager", passes.eager), ("captured", passes.replay)):
+                    assert _equal(run(), first), f"{tile} {transport} {name}, run {number}: other bits"
+            mesh.check()
+            torch.cuda.synchronize()
+            dist.barrier()
+            passes.forget()
+            mesh.close()
+            say(f"{tile} {transport}: the same bits")
+
+
+def memory(options: argparse.Namespace) -> None:
+    """Buffers are those of the formula, and steady calls make no new ones."""
+    for tile, transport in itertools.product(tiles(dist.get_world_size()), transports(options)):
+        mesh = ma.init_attention_mesh(tile=tile, transport=transport, timeout=options.timeout)
+        passes = _Passes(mesh, 4096, heads=16)
+        shape = CallShape(1, 4096, 16, 16, 64, 64, itemsize=2, reduce_itemsize=4, acc_itemsize=4, causal=True)
+        for _ in range(3):
+            passes.eager()
+        torch.cuda.synchronize()
+        held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(40):
+            passes.eager()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_reserved() == reserved, "steady calls take more memory"
+        peak = torch.cuda.max_memory_allocated() - held
+        forward, backward = (formula(direction, tile, shape) for direction in ("forward", "backward"))
+        arrives = max(forward.chunks, backward.chunks), max(forward.receive, backward.receive)
+        # Beside them: out, its lse, three gradients, delta, what the kernel keeps a row, and rounding.
+        rows = 4096 * 16
+        results, per_row = 4 * rows * 64 * 2 + rows * 4, rows * 4 * 4
+        own = backward.accumulators + backward.staging
+        if transport == "symmetric":
+            copying = mesh.connection.copying
+            assert copying is not None
+            taken = copying.receive_bytes
+            say(f"{tile}: {taken} bytes to receive in, formula {sum(arrives)}")
+            # A slot that grows from pass to pass, as those of queries do, grows by up to an eighth more.
+            assert sum(arrives) <= taken <= 1.125 * sum(arrives) + 2**16
+        else:
+            own += backward.packed + backward.chunks + backward.receive
+        say(f"{tile} {transport}: peak {peak}, formula {own} and results {results}")
+        assert own <= peak <= own + results + per_row + 2**20
+        dist.barrier()
+        mesh.check()
+        mesh.close()
+
+
+def _report_times(where: str, replay: Callable[[], object], run: Callable[[], object]) -> None:
+    for name, work in (("replayed", replay), ("eager", run)):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(20):
+            work()
+        enqueued = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        spent = time.perf_counter() - begin
+        if dist.get_rank() == 0:
+            say(f"{where} {name}: {spent * 50:.3f} ms a pass, host {enqueued * 50:.3f} ms")
