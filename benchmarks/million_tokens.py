@@ -34,7 +34,6 @@ from across_ranks.sampled_oracle import Samples, errors_of_sums, sample, sampled
 from harness import REPORTS
 from meshattn.layouts import Layout
 from meshattn.masks import MaskRule, block_intervals
-from meshattn.plan.cost import memory
 from meshattn.plan.heads import inner_shape
 from meshattn.plan.placement import Cut
 from meshattn_kernels import BandIntervals, accumulator_dtype, choose_kernel, get_kernel
@@ -228,8 +227,6 @@ def measure(
     copying = mesh.connection.copying
     if copying is not None:
         peak += copying.receive_bytes
-        if cut.heads == 1:
-            buffers -= memory("backward", cut.tile, shape).packed
     sent = {p: sum(x.sent_bytes for x in mesh.traffic() if x.phase == p) for p in DIRECTIONS}
     found = dict(zip(NAMES, (x.detach() for x in results), strict=True))
     errors = sampled_errors(samples, seq.position_ids().to(device), found)

@@ -114,8 +114,9 @@ class _Chunks:
         slot = transfer.send_slot
         return (self._received[slot - 1].flat,) if slot else tuple(self.views[0].values())
 
-    def incoming(self, transfer: Transfer) -> Tensor:
-        return self._received[transfer.recv_slot - 1].flat
+    def incoming(self, transfer: Transfer) -> Sequence[Tensor]:
+        received = self._received[transfer.recv_slot - 1]
+        return (received.flat,) if transfer.send_slot else tuple(received.views.values())  # as it is sent
 
 
 class _Accumulators:
@@ -177,8 +178,8 @@ class _Accumulators:
             view.copy_(self.views[transfer.send_slot][name])
         return (self._staging.flat,)
 
-    def incoming(self, transfer: Transfer) -> Tensor:
-        return self._received[transfer.recv_slot].flat
+    def incoming(self, transfer: Transfer) -> Sequence[Tensor]:
+        return (self._received[transfer.recv_slot].flat,)
 
     def merge(self, merge: Merge) -> None:
         self._settle(merge.index, merge.acc)
@@ -230,7 +231,7 @@ class _Pass:
     def outgoing(self, transfer: Transfer) -> Sequence[Tensor]:
         return self._holder(transfer).outgoing(transfer)
 
-    def incoming(self, transfer: Transfer) -> Tensor:
+    def incoming(self, transfer: Transfer) -> Sequence[Tensor]:
         return self._holder(transfer).incoming(transfer)
 
     def merge(self, merge: Merge) -> None:

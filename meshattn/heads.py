@@ -306,7 +306,7 @@ class _AllToAll:
                 source=call.members[source],
                 slot=distance - 1,
             )
-            yield message, _in_rows(parts[to]), received.flat
+            yield message, _in_rows(parts[to]), tuple(received.views.values())
 
     def _at(self, distance: int) -> int:
         return (self._call.place + distance) % self._call.split.ranks

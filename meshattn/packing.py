@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -101,9 +101,3 @@ def as_written(tensor: Tensor) -> Tensor:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, flat uint8."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def packed_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of contiguous tensors one behind the other, flat uint8: a copy, unless it is one."""
-    parts = [as_bytes(tensor) for tensor in tensors]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

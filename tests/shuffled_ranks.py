@@ -67,7 +67,7 @@ def ring_pass(rank: Rank, hops: int, slots: int, seen: list[int], tag: int, made
         message = rank.message(slot, hop, made=made, again=not made and hop + slots < hops)
         if made:
             rank.compute(lambda chunk=current: chunk.add_(100).sub_(100))
-        handle = rank.transport.start(message, [current], received[slot])
+        handle = rank.transport.start(message, [current], [received[slot]])
         rank.compute(lambda chunk=current: use(chunk, False))
         handle.wait()
         rank.compute(lambda chunk=current: chunk.fill_(255))  # also the own one, which may be freed now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshattn.packing import Field, Packing, packed_bytes
+from meshattn.packing import Field, Packing
 
 CPU = torch.device("cpu")
 PACKING = Packing(
@@ -39,13 +39,6 @@ def test_a_new_buffer_has_the_type_of_its_fields() -> None:
     for name, view in packed.views.items():
         view.fill_(1 if name == "dk" else 2)
     assert packed.flat.tolist() == [1] * 6 + [2] * 10
-
-
-def test_bytes_of_several_tensors_stand_one_behind_the_other() -> None:
-    parts = [torch.arange(3, dtype=torch.int16).view(3, 1), torch.tensor([7], dtype=torch.uint8)]
-    assert packed_bytes(parts).tolist() == [0, 0, 1, 0, 2, 0, 7]
-    (one,) = parts[:1]
-    assert packed_bytes([one]).data_ptr() == one.data_ptr()
 
 
 def test_fields_that_would_not_be_aligned_are_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from distributed import Backend
 from meshattn.testing import run_ranks
@@ -56,8 +56,8 @@ def test_a_ring(ranks: int, backend: Backend) -> None:
         slots[0].fill_(rank)
         for hop in range(1, ranks):
             other = torch.empty(8, dtype=torch.uint8)
-            first = transport.start(_message(rank, ranks), [slots[hop - 1]], slots[hop])
-            second = transport.start(_message(rank, ranks, axis="row"), [_filled(100 + rank, 8)], other)
+            first = transport.start(_message(rank, ranks), [slots[hop - 1]], [slots[hop]])
+            second = transport.start(_message(rank, ranks, axis="row"), [_filled(100 + rank, 8)], [other])
             second.wait()
             first.wait()
             first.release()
@@ -66,6 +66,30 @@ def test_a_ring(ranks: int, backend: Backend) -> None:
 
     seen = _on_ranks(ranks, backend, on_rank)
     assert seen == [[(rank + hop) % ranks for hop in range(ranks)] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_tensors_of_an_exchange_arrive_each_in_its_place(backend: Backend) -> None:
+    """Of other types and sizes, in one buffer or in several, two exchanges at once; they count as one."""
+
+    def on_rank(transport: Transport, rank: int) -> list[list[float]]:
+        (buffer,) = transport.buffers("col", "inward", 18, 1, CPU)
+        apart = torch.empty(3, dtype=torch.float64), torch.empty(1, dtype=torch.uint8)
+        into = buffer[:12].view(torch.float32), buffer[12:18].view(torch.bfloat16)
+        sends = [[torch.full_like(y, rank + at) for at, y in enumerate(parts)] for parts in (into, apart)]
+        first, second = (
+            transport.start(_message(rank, 3, axis=axis), send, parts)
+            for axis, send, parts in zip(("col", "row"), sends, (into, apart), strict=True)
+        )
+        second.wait()
+        first.wait()
+        assert [x.messages for x in transport.traffic.records()] == [1, 1]
+        assert [x.sent_bytes for x in transport.traffic.records()] == [18, 25]
+        return [sorted(set(x.tolist())) for x in (*into, *apart)]
+
+    for rank, found in enumerate(_on_ranks(3, backend, on_rank)):
+        source = (rank + 1) % 3
+        assert found == [[source], [source + 1]] * 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -98,7 +122,7 @@ def test_counters(backend: Backend) -> None:
         transport.all_gather(torch.ones(1))
         for axis, size in (("row", 8), ("col", 16), ("row", 8)):
             recv = torch.empty(size, dtype=torch.uint8)
-            transport.start(_message(rank, 2, axis=axis), [_filled(1, size)], recv).wait()
+            transport.start(_message(rank, 2, axis=axis), [_filled(1, size)], [recv]).wait()
         records = transport.traffic.records()
         transport.traffic.reset()
         assert transport.traffic.records() == ()
@@ -116,7 +140,7 @@ def test_simulated_receive_buffers_are_poison_until_the_wait() -> None:
 
     def on_rank(transport: Transport, rank: int) -> None:
         recv = torch.zeros(16, dtype=torch.uint8)
-        handle = transport.start(_message(rank, 2), [_filled(rank)], recv)
+        handle = transport.start(_message(rank, 2), [_filled(rank)], [recv])
         assert recv.view(torch.float32).isnan().all() and recv.view(torch.float64).isnan().all()
         assert recv.view(torch.bfloat16).isnan().all()
         handle.wait()
@@ -130,7 +154,7 @@ def test_overwriting_a_simulated_send_buffer_spoils_what_arrives() -> None:
 
     def on_rank(transport: Transport, rank: int) -> int:
         send, recv = _filled(7), torch.zeros(16, dtype=torch.uint8)
-        handle = transport.start(_message(rank, 2), [send], recv)
+        handle = transport.start(_message(rank, 2), [send], [recv])
         if rank == 0:
             send.fill_(9)
         transport.all_gather(torch.zeros(1))  # both have started, and rank 0 has spoilt its buffer
@@ -145,7 +169,7 @@ def test_a_simulated_wait_is_a_rendezvous() -> None:
 
     def on_rank(transport: Transport, rank: int) -> float:
         begin = time.monotonic()
-        handle = transport.start(_message(rank, 2), [_filled(1)], torch.empty(16, dtype=torch.uint8))
+        handle = transport.start(_message(rank, 2), [_filled(1)], [torch.empty(16, dtype=torch.uint8)])
         if rank == 1:
             time.sleep(0.5)
         handle.wait()
@@ -163,7 +187,7 @@ def test_halves_that_do_not_take_place(backend: Backend) -> None:
         for number, silent in enumerate((0, 2, None)):
             recv = torch.zeros(16, dtype=torch.uint8)
             send = None if rank == silent else [_filled(10 * number + rank)]
-            transport.start(_message(rank, 3), send, None if (rank + 1) % 3 == silent else recv).wait()
+            transport.start(_message(rank, 3), send, None if (rank + 1) % 3 == silent else [recv]).wait()
             found.append(int(recv[0]))
         nothing = transport.start(_message(rank, 3), None, None)
         nothing.wait()
@@ -184,10 +208,10 @@ def test_connections_of_one_simulated_group_do_not_mix() -> None:
         first, second = (connect(group, 10.0).transport for _ in range(2))
         received = [torch.empty(16, dtype=torch.uint8) for _ in range(2)]
         order = (0, 1) if group.rank == 0 else (1, 0)
-        handles = {
-            n: (first, second)[n].start(_message(group.rank, 2), [_filled(10 * n + group.rank)], received[n])
-            for n in order
-        }
+        handles = {}
+        for n in order:
+            send = [_filled(10 * n + group.rank)]
+            handles[n] = (first, second)[n].start(_message(group.rank, 2), send, [received[n]])
         for n in (0, 1):
             handles[n].wait()
         return [int(x[0]) for x in received]
@@ -198,7 +222,7 @@ def test_connections_of_one_simulated_group_do_not_mix() -> None:
 def test_a_size_that_does_not_match_is_named() -> None:
     def on_rank(transport: Transport, rank: int) -> str:
         size = 8 if rank == 0 else 16
-        handle = transport.start(_message(rank, 2), [_filled(1, size)], torch.empty(16, dtype=torch.uint8))
+        handle = transport.start(_message(rank, 2), [_filled(1, size)], [torch.empty(16, dtype=torch.uint8)])
         if rank == 0:
             with pytest.raises(TransportError, match=r"the run has ended|nothing from rank 1|has failed"):
                 handle.wait()
@@ -217,7 +241,7 @@ def test_a_peer_that_never_comes_is_named(backend: Backend) -> None:
         if rank == 1:
             time.sleep(2)
             return ""
-        handle = transport.start(_message(0, 2), [_filled(1)], torch.empty(16, dtype=torch.uint8))
+        handle = transport.start(_message(0, 2), [_filled(1)], [torch.empty(16, dtype=torch.uint8)])
         with pytest.raises(TransportError) as info:
             handle.wait()
         return str(info.value)
@@ -231,7 +255,7 @@ def test_buffers_with_gaps_are_refused(backend: Backend) -> None:
     def on_rank(transport: Transport, rank: int) -> None:
         gaps = torch.zeros(16, dtype=torch.uint8)[::2]
         with pytest.raises(AssertionError, match="kv #1"):
-            transport.start(_message(rank, 2), [gaps], gaps)
+            transport.start(_message(rank, 2), [gaps], [gaps])
         assert transport.traffic.records() == ()
 
     _on_ranks(2, backend, on_rank)
@@ -260,17 +284,18 @@ def test_a_backend_that_can_starts_both_halves_as_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(P2PTransport, "uses_nccl", False)
     group = SimpleNamespace(_get_backend=lambda device: Backend())
     transport = P2PTransport(group, [7, 5, 6], [0, 1, 2], 3.0)  # type: ignore[arg-type]
-    transport.start(_message(1, 3), [_filled(8), _filled(9)], _filled(3)).wait()
-    assert calls == ["start", ("send", 8, 7), ("recv", 3, 6), "end", "wait"]
+    transport.start(_message(1, 3), [_filled(8), _filled(9)], [_filled(3), _filled(4)]).wait()
+    halves = [("send", 8, 7), ("send", 9, 7), ("recv", 3, 6), ("recv", 4, 6)]
+    assert calls == ["start", *halves, "end", "wait"]
     transport.start(_message(1, 3), None, None).wait()
-    assert len(calls) == 5
+    assert len(calls) == 7
     # What NCCL may write to lives until it is waited for, also if a pass breaks off before that.
     waited, never = _filled(1), _filled(2)
-    alive = [weakref.ref(waited), weakref.ref(never)]
-    transport.start(_message(1, 3), None, waited).wait()
-    transport.start(_message(1, 3), None, never)
+    memory = [StorageWeakRef(buffer.untyped_storage()) for buffer in (waited, never)]
+    transport.start(_message(1, 3), None, [waited]).wait()
+    transport.start(_message(1, 3), None, [never])
     del waited, never
-    assert [buffer() is not None for buffer in alive] == [False, True]
+    assert [buffer.expired() for buffer in memory] == [True, False]
 
 
 def test_a_close_that_graphs_hold_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

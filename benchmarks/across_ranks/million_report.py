@@ -26,9 +26,9 @@ ERRORS = (
 )
 MEMORY = (
     "Sent as the transports count it, which equals the formula. The peak is that of both passes beyond q, k, "
-    "v and do. The formula is the planner's for buffers (without own chunks packed for send calls, which "
-    "copy engines do not need), out with its lse and delta, and the gradients or what the kernel keeps "
-    "for itself while it runs (measured alone), whichever is more: not both are there at a time."
+    "v and do. The formula is the planner's for buffers, out with its lse and delta, and the gradients or "
+    "what the kernel keeps for itself while it runs (measured alone), whichever is more: not both are there "
+    "at a time."
 )
 
 

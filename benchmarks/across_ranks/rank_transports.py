@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshattn.packing import Packed, Packing, as_bytes, packed_bytes
+from meshattn.packing import Packed, Packing, as_bytes
 from meshattn.transport.base import Handle, Message, Transport
 
 
@@ -52,10 +52,13 @@ class Skipped(Transport):
             self._received[packing] = super().received(axis, flow, packing, slots, device)
         return self._received[packing]
 
-    def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> Handle:
-        if send is not None and recv is not None and recv.data_ptr() not in self._filled:
-            self._filled.add(recv.data_ptr())
-            recv.copy_(packed_bytes(send))
+    def _exchange(
+        self, message: Message, send: Sequence[Tensor] | None, recv: Sequence[Tensor] | None
+    ) -> Handle:
+        for part, into in zip(send or (), recv or (), strict=False):
+            if into.data_ptr() not in self._filled:
+                self._filled.add(into.data_ptr())
+                as_bytes(into).copy_(as_bytes(part))
         return _Works()
 
     def all_gather(self, tensor: Tensor) -> Any:
@@ -69,7 +72,7 @@ class PlainP2P(Transport):
     """`batch_isend_irecv` of every tensor on a process group as PyTorch makes it: NCCL has a stream of normal
     priority and no head start, and attention takes all multiprocessors.
 
-    For a mesh of all ranks in their order, and passes in which all ranks send and receive alike.
+    For a mesh of all ranks in their order.
     """
 
     name = "plain"
@@ -79,13 +82,16 @@ class PlainP2P(Transport):
         self._whole = whole
         self._group: Any = dist.new_group()
 
-    def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> Handle:
-        assert send is not None and recv is not None, message.label
-        parts = [as_bytes(part) for part in send]
-        into = recv.split([part.nbytes for part in parts])
-        operations = [dist.P2POp(dist.isend, part, message.to, self._group) for part in parts]
-        operations += [dist.P2POp(dist.irecv, part, message.source, self._group) for part in into]
-        return _Works(dist.batch_isend_irecv(operations), [*parts, *into])
+    def _exchange(
+        self, message: Message, send: Sequence[Tensor] | None, recv: Sequence[Tensor] | None
+    ) -> Handle:
+        operations = [
+            dist.P2POp(do, as_bytes(part), peer, self._group)
+            for do, parts, peer in ((dist.isend, send, message.to), (dist.irecv, recv, message.source))
+            for part in parts or ()
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else ()
+        return _Works(works, [operation.tensor for operation in operations])
 
     def all_gather(self, tensor: Tensor) -> Any:
         return self._whole.all_gather(tensor)

@@ -246,7 +246,7 @@ def _exchange_us(
     )
 
     def exchange() -> None:
-        handle = transport.start(message, [send], recv)
+        handle = transport.start(message, [send], [recv])
         handle.wait()
         handle.release()
 

@@ -163,14 +163,13 @@ class Memory:
     """Bytes of buffers on one rank during a pass, beside the arguments and results of the call."""
 
     chunks: int  # received ones
-    packed: int  # the own chunk of every axis that moves, where the transport sends one buffer: p2p
     accumulators: int
     receive: int  # partials that have arrived and wait for their merge
     staging: int  # one partial per outward axis, cast for sending, where reduce and accumulator type differ
 
     @property
     def total(self) -> int:
-        return self.chunks + self.packed + self.accumulators + self.receive + self.staging
+        return self.chunks + self.accumulators + self.receive + self.staging
 
 
 def memory(direction: Direction, tile: Tile, shape: CallShape) -> Memory:
@@ -179,18 +178,17 @@ def memory(direction: Direction, tile: Tile, shape: CallShape) -> Memory:
     chunk_slots = {"row": slots.row, "col": slots.col}
     acc_slots = {"row": slots.row_acc, "col": slots.col_acc}
     recv_slots = {"row": slots.row_recv, "col": slots.col_recv}
-    chunks = packed = accumulators = receive = staging = 0
+    chunks = accumulators = receive = staging = 0
     for payload in payloads(direction):
         axis, size = AXIS[payload], payload_bytes(payload, shape)
         if payload in INWARD:
             chunks += (chunk_slots[axis] - 1) * size
-            packed += size if chunk_slots[axis] > 1 else 0
             continue
         accumulators += acc_slots[axis] * accumulator_bytes(payload, shape)
         receive += recv_slots[axis] * size
         if recv_slots[axis] and shape.reduce_itemsize != shape.acc_itemsize:
             staging += size
-    return Memory(chunks=chunks, packed=packed, accumulators=accumulators, receive=receive, staging=staging)
+    return Memory(chunks=chunks, accumulators=accumulators, receive=receive, staging=staging)
 
 
 def peak_memory(direction: Direction, tile: Tile, shape: CallShape) -> int:

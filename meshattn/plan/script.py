@@ -28,7 +28,7 @@ from .hops import RINGS, Paths, Reach, Visibility
 from .kernel_times import BlockPass, KernelTimes
 from .placement import ORDER, Cut, MeshAxis, Placement
 from .route import reach_of
-from .schedule import AXIS, INWARD, Block, Direction, Schedule, payloads
+from .schedule import INWARD, Block, Direction, Schedule, payloads
 from .schedule import Transfer as ListTransfer
 from .topology import Topology
 
@@ -218,9 +218,8 @@ class _Maker:
         begun: set[tuple[str, int]] = set()
         started: set[bool] = set()
         placement = self.placement
-        crossing = {axis for axis in ORDER if placement.cut.size(axis) > 1} - placement.inside_axes
-        own, results = _own_bytes(direction, shape, frozenset(crossing))
-        yield self._memory("pack", own)
+        own, results = _own_bytes(direction, shape)
+        yield self._memory("delta", own)
         for number, step in enumerate(schedule.steps):
             for waited in step.waits:
                 yield Wait(first_number + waited)
@@ -329,18 +328,12 @@ def block_times(
     return {what: (us(what, True), us(what, False)) for what in passes}
 
 
-def _own_bytes(direction: Direction, shape: CallShape, packed: frozenset[MeshAxis]) -> tuple[int, int]:
-    """Bytes read and written before the first block and after the last: delta, own chunks packed into one
-    buffer for send calls; results cast."""
-    before = after = 0
+def _own_bytes(direction: Direction, shape: CallShape) -> tuple[int, int]:
+    """Bytes read and written before the first block and after the last: delta; results cast."""
     plain = replace(shape, reduce_itemsize=shape.itemsize)
-    for payload in payloads(direction):
-        if payload in INWARD:
-            before += 2 * payload_bytes(payload, shape) if AXIS[payload] in packed else 0
-        else:
-            after += accumulator_bytes(payload, shape) + payload_bytes(payload, plain)
-    if direction == "backward":
-        before += 2 * shape.query_rows * shape.head_dim_v * shape.itemsize
+    results = [payload for payload in payloads(direction) if payload not in INWARD]
+    after = sum(accumulator_bytes(payload, shape) + payload_bytes(payload, plain) for payload in results)
+    before = 2 * shape.query_rows * shape.head_dim_v * shape.itemsize if direction == "backward" else 0
     return before, after
 
 

@@ -58,19 +58,18 @@ class Traffic:
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, str], list[int]] = {}
 
-    def count(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> None:
+    def count(self, message: Message, send: Sequence[Tensor] | None, recv: Sequence[Tensor] | None) -> None:
         if send is None and recv is None:
             return
-        for part in send or ():
+        for part in (*(send or ()), *(recv or ())):
             assert part.is_contiguous(), message.label
-        assert recv is None or recv.is_contiguous(), message.label
         key = message.phase, message.axis, message.flow
         counts = self._counts.get(key) or self._counts.setdefault(key, [0, 0, 0])
         if send is not None:
             counts[0] += 1
             counts[1] += sum([part.nbytes for part in send])
         if recv is not None:
-            counts[2] += recv.nbytes
+            counts[2] += sum([part.nbytes for part in recv])
 
     def records(self) -> tuple[TrafficRecord, ...]:
         return tuple(TrafficRecord(*key, *self._counts[key]) for key in sorted(self._counts))
@@ -91,7 +90,7 @@ class Handle(Protocol):
         be refilled."""
 
 
-Exchange = tuple[Message, Sequence[Tensor] | None, Tensor | None]
+Exchange = tuple[Message, Sequence[Tensor] | None, Sequence[Tensor] | None]
 """A message, what is sent, and where it is received."""
 
 
@@ -133,9 +132,9 @@ class Transport(ABC):
         """`buffers` with the tensors that arrive in them."""
         return [packing.within(x) for x in self.buffers(axis, flow, packing.nbytes, slots, device)]
 
-    def start(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> Handle:
-        """Send tensors, one behind the other, to rank `message.to`, and fill `recv`, flat uint8, with as many
-        bytes from rank `message.source`; all contiguous.
+    def start(self, message: Message, send: Sequence[Tensor] | None, recv: Sequence[Tensor] | None) -> Handle:
+        """Send tensors to rank `message.to`, and fill others, one behind the other in one buffer, with those
+        from rank `message.source`, one for one of as many bytes; all contiguous.
 
         A half that is None does not take place, and its peer leaves it out too. Every rank starts every
         exchange all the same, also one of which nothing is left for it.
@@ -153,7 +152,9 @@ class Transport(ABC):
         return _All([self._exchange(*exchange) for exchange in exchanges])
 
     @abstractmethod
-    def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> Handle: ...
+    def _exchange(
+        self, message: Message, send: Sequence[Tensor] | None, recv: Sequence[Tensor] | None
+    ) -> Handle: ...
 
     def compute_follows(self) -> None:  # noqa: B027 (optional)
         """The exchanges of a step have been started, and its blocks come next on the current stream."""

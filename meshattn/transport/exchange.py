@@ -132,7 +132,7 @@ class Exchange:
         arena: Arena,
         message: Message,
         send: Sequence[Tensor] | None,
-        recv: Tensor | None,
+        recv: Sequence[Tensor] | None,
     ) -> None:
         self.engine = engine
         self.message = message
@@ -147,7 +147,7 @@ class Exchange:
         if place is None:
             place = arena.places[message] = Place.of(message, engine.rank, arena.region, arena.layout)
         self.place = place
-        assert recv is None or recv.data_ptr() == place.slot, f"{message.label}: not slot {message.slot}"
+        assert recv is None or recv[0].data_ptr() == place.slot, f"{message.label}: not slot {message.slot}"
 
     def begin(self, *, behind_current: bool) -> None:
         """Let the sender fill the slot once all that has used it is over, and push, after what stands now on
@@ -258,7 +258,8 @@ class _Receiving(_End):
         """Go on without the bytes: NaN takes their place."""
         exchange = self._exchange
         if exchange.recv is not None:
-            exchange.engine.ops.rescue_fill(exchange.recv.data_ptr(), exchange.recv.numel())
+            for part in exchange.recv:
+                exchange.engine.ops.rescue_fill(part.data_ptr(), part.nbytes)
             exchange.engine.ops.rescue_word(exchange.place.ready, 1)
 
     def recycle(self) -> None:

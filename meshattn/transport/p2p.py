@@ -12,19 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshattn.packing import packed_bytes
+from meshattn.packing import as_bytes
 from meshattn.transport.base import Exchange, Message, Transport, TransportError
 from meshattn.transport.nccl import NcclGroup, unrecorded
 from meshattn.transport.patience import within
 
 # gloo matches by tag; a running number keeps a rank that skipped an exchange from pairing with a later one
 _TAGS = 2**31
+_PARTS = 8  # tensors of an exchange at most, each with a tag of its own
 _GRAPH_GRACE = 10.0  # seconds that a communicator may take to go which graphs have known
 
 
 @dataclass(frozen=True)
 class _Half:
-    """One tensor that goes to or comes from a group rank."""
+    """The bytes of one tensor that goes to or comes from a group rank."""
 
     sends: bool
     buffer: Tensor
@@ -96,7 +97,9 @@ class P2PTransport(Transport):
         self._nccl: NcclGroup | None = None
         self._under_way: set[_P2PHandle] = set()
 
-    def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> _P2PHandle:
+    def _exchange(
+        self, message: Message, send: Sequence[Tensor] | None, recv: Sequence[Tensor] | None
+    ) -> _P2PHandle:
         return self._exchange_together([(message, send, recv)])
 
     def _exchange_together(self, exchanges: Sequence[Exchange]) -> _P2PHandle:
@@ -113,14 +116,15 @@ class P2PTransport(Transport):
             return _P2PHandle(works, buffers, where, self._under_way)
         return _P2PHandle(works, buffers, where, self._under_way, partial(nccl.follow, where, begun))
 
-    def _halves(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> list[_Half]:
-        tag = self._exchanges % _TAGS
+    def _halves(
+        self, message: Message, send: Sequence[Tensor] | None, recv: Sequence[Tensor] | None
+    ) -> list[_Half]:
+        tag = self._exchanges * _PARTS % _TAGS
         self._exchanges += 1
-        halves = []
-        if send is not None:
-            halves.append(_Half(True, packed_bytes(send), self._members[message.to], tag))
-        if recv is not None:
-            halves.append(_Half(False, recv, self._members[message.source], tag))
+        to, source = self._members[message.to], self._members[message.source]
+        halves = [_Half(True, as_bytes(part), to, tag + at) for at, part in enumerate(send or ())]
+        halves += [_Half(False, as_bytes(part), source, tag + at) for at, part in enumerate(recv or ())]
+        assert len(halves) <= 2 * _PARTS, message.label
         return halves
 
     def _batch(self, halves: Sequence[_Half]) -> list[dist.Work]:

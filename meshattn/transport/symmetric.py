@@ -116,7 +116,9 @@ class SymmetricTransport(Transport):
             self._engine.recycle(event)
         arena.stream = stream
 
-    def _exchange(self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None) -> Exchange:
+    def _exchange(
+        self, message: Message, send: Sequence[Tensor] | None, recv: Sequence[Tensor] | None
+    ) -> Exchange:
         self._engine.watch.check()
         arena = self._arenas[message.axis, message.flow]
         assert message.slot not in arena.open, f"{message.label}: slot {message.slot} is still in use"

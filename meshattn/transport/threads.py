@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -83,7 +82,7 @@ class _ThreadHandle:
         self,
         transport: ThreadTransport,
         message: Message,
-        recv: Tensor | None,
+        recv: Sequence[Tensor] | None,
         number: int,
         sent: _Parcel | None,
     ) -> None:
@@ -97,20 +96,24 @@ class _ThreadHandle:
         transport, message = self._transport, self._message
         if self._recv is not None:
             parcel = transport.take(message, self._number)
-            sizes = [part.nbytes for part in parcel.parts]
-            if sum(sizes) != self._recv.numel():
+            expected, sent = ([part.nbytes for part in parts] for parts in (self._recv, parcel.parts))
+            if expected != sent:
                 raise TransportError(
-                    f"{message.label}: rank {transport.rank} expected {self._recv.numel()} bytes from rank "
-                    f"{message.source}, which sent {sum(sizes)}"
+                    f"{message.label}: rank {transport.rank} expected {_told(expected)} bytes from rank "
+                    f"{message.source}, which sent {_told(sent)}"
                 )
-            for piece, part in zip(torch.split(self._recv, sizes), parcel.parts, strict=True):
-                piece.copy_(as_bytes(part))
+            for into, part in zip(self._recv, parcel.parts, strict=True):
+                as_bytes(into).copy_(as_bytes(part))
             transport.acknowledge(message, parcel)
         if self._sent is not None:
             transport.until_taken(message, self._sent)
 
     def release(self) -> None:
         pass
+
+
+def _told(sizes: Sequence[int]) -> str:
+    return " + ".join(map(str, sizes))
 
 
 class ThreadTransport(Transport):
@@ -128,11 +131,12 @@ class ThreadTransport(Transport):
         self._expected = [0] * group.size
 
     def _exchange(
-        self, message: Message, send: Sequence[Tensor] | None, recv: Tensor | None
+        self, message: Message, send: Sequence[Tensor] | None, recv: Sequence[Tensor] | None
     ) -> _ThreadHandle:
         number = self._expected[message.source]
         if recv is not None:
-            recv.fill_(_NAN_BYTE)
+            for part in recv:
+                as_bytes(part).fill_(_NAN_BYTE)
             self._expected[message.source] += 1
         parcel = None if send is None else self._post(message.to, send)
         return _ThreadHandle(self, message, recv, number, parcel)

@@ -155,7 +155,7 @@ def memory(options: argparse.Namespace) -> None:
             # A slot that grows from pass to pass, as those of queries do, grows by up to an eighth more.
             assert sum(arrives) <= taken <= 1.125 * sum(arrives) + 2**16
         else:
-            own += backward.packed + backward.chunks + backward.receive
+            own += backward.chunks + backward.receive
         say(f"{tile} {transport}: peak {peak}, formula {own} and results {results}")
         assert own <= peak <= own + results + per_row + 2**20
         dist.barrier()

@@ -91,7 +91,7 @@ def _race(
             source, to = ring[mesh.rank], ring.index(mesh.rank)
             slot = step % slots
             message = Message("forward", axis, "inward", f"race {axis} {step}", to, source, slot)
-            handles[axis] = transports[axis].start(message, [send], received[axis][slot])
+            handles[axis] = transports[axis].start(message, [send], [received[axis][slot]])
             with torch.cuda.stream(comm):
                 torch.cuda._sleep(chance.randrange(LONGEST_DELAY))
         for number, (axis, ring) in enumerate(rings.items()):

@@ -90,13 +90,9 @@ def test_memory_follows_the_slots_that_the_list_uses(shape: CallShape, direction
         rows = {b.row_slot for b in schedule.blocks}
         cols = {b.col_slot for b in schedule.blocks}
         need = memory(direction, tile, shape)
-        # An axis of one rank moves nothing, so not even the own chunk is packed.
-        row_chunks = len(rows) * inward_row if tile.a > 1 else 0
-        col_chunks = len(cols) * payload_bytes("kv", shape) if tile.b > 1 else 0
-        assert need.chunks + need.packed == row_chunks + col_chunks
-        assert need.packed == (inward_row if tile.a > 1 else 0) + (
-            payload_bytes("kv", shape) if tile.b > 1 else 0
-        )
+        # The own chunk of each axis lies where the caller has it; slots of the list count it.
+        row_chunks, col_chunks = ((len(slots) - 1) for slots in (rows, cols))
+        assert need.chunks == row_chunks * inward_row + col_chunks * payload_bytes("kv", shape)
         row_acc = payload_bytes("out" if direction == "forward" else "dq", wide)
         col_acc = payload_bytes("dkv", wide) if direction == "backward" else 0
         assert need.accumulators == len(rows) * row_acc + len(cols) * col_acc

@@ -51,7 +51,7 @@ def test_chunks_go_on_while_the_first_is_still_computed_with(slots: int) -> None
             for hop in range(ranks - 1):
                 slot = hop % slots
                 message = member.message(slot, hop, made=False, again=hop + slots < ranks - 1)
-                handle = member.transport.start(message, [current[0]], received[slot])
+                handle = member.transport.start(message, [current[0]], [received[slot]])
                 if hop == 0:  # a block that takes long
                     member.ops.enqueue(COMPUTE, Op(lambda: None, lambda: not busy[0], "long"))
                 handle.wait()
@@ -83,7 +83,7 @@ def _pairs(world: World, ranks: int, slots: int, passes: int) -> list[list[int]]
             received = member.transport.buffers("col", "inward", NBYTES, slots, CPU)
             own = torch.empty(NBYTES, dtype=torch.uint8)
             member.compute(lambda own=own, value=number: own.fill_(value))
-            handle = member.transport.start(member.message(slot), [own], received[slot])
+            handle = member.transport.start(member.message(slot), [own], [received[slot]])
             handle.wait()
 
             def use(
@@ -162,7 +162,7 @@ def _many_peers(world: World, ranks: int, slots: int, one_queue: bool) -> list[l
                     take()
                 to, source = (member.rank - offset) % ranks, (member.rank + offset) % ranks
                 message = Message("forward", "col", "inward", f"direct {offset}", to, source, slot)
-                handles.append((member.transport.start(message, [own], received[slot]), received[slot]))
+                handles.append((member.transport.start(message, [own], [received[slot]]), received[slot]))
             while handles:
                 take()
             member.compute(lambda own=own: own.fill_(254))
@@ -204,7 +204,7 @@ def test_halves_that_are_left_out_leave_the_flags_alone() -> None:
                 skipped = number % 3 == 1
                 send = None if skipped and member.rank == 0 else [own]
                 recv = None if skipped and member.rank == 1 else received
-                handle = member.transport.start(member.message(0), send, recv)
+                handle = member.transport.start(member.message(0), send, None if recv is None else [recv])
                 handle.wait()
                 if recv is not None:
                     log = seen[member.rank]

@@ -46,7 +46,7 @@ def test_a_pass_that_broke_off_is_remembered() -> None:
     members = [Rank(world, memory, r, 2) for r in range(2)]
     for member in members:
         (received,) = member.transport.buffers("col", "inward", NBYTES, 1, CPU)
-        member.transport.start(member.message(0), [torch.zeros(NBYTES, dtype=torch.uint8)], received)
+        member.transport.start(member.message(0), [torch.zeros(NBYTES, dtype=torch.uint8)], [received])
     with pytest.raises(TransportError, match="broke off with 1 exchange"):
         members[0].transport.buffers("col", "inward", NBYTES, 1, CPU)
 
@@ -71,7 +71,7 @@ def test_a_lost_peer_is_named_and_its_bytes_become_nan() -> None:
     (received,), _ = (m.transport.buffers("col", "inward", NBYTES, 1, CPU) for m in members)
     me = members[0]
     own = torch.zeros(NBYTES, dtype=torch.uint8)
-    me.transport.start(me.message(0, 4), [own], received).wait()
+    me.transport.start(me.message(0, 4), [own], [received]).wait()
     assert not world.run(), "it waits"
     assert not received.any()
     _until_failure(me)
@@ -81,7 +81,7 @@ def test_a_lost_peer_is_named_and_its_bytes_become_nan() -> None:
     with pytest.raises(TransportError, match=told):
         me.transport.check()
     with pytest.raises(TransportError, match=told):
-        me.transport.start(me.message(0), [own], received)
+        me.transport.start(me.message(0), [own], [received])
 
 
 def test_a_peer_that_never_frees_its_slot_is_named_and_gets_nan() -> None:
@@ -91,7 +91,7 @@ def test_a_peer_that_never_frees_its_slot_is_named_and_gets_nan() -> None:
         for member in members[: 2 - number]:
             (received,) = member.transport.buffers("col", "inward", NBYTES, 1, CPU)
             own = torch.full((NBYTES,), number, dtype=torch.uint8)
-            handle = member.transport.start(member.message(0), [own], received)
+            handle = member.transport.start(member.message(0), [own], [received])
             if member.rank == 0 and number == 0:
                 handle.wait()
                 handle.release()
