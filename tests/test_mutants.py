@@ -85,12 +85,14 @@ def _move_the_causal_edge(patch: pytest.MonkeyPatch) -> None:
 
 def _send_the_wrong_chunk(patch: pytest.MonkeyPatch) -> None:
     """Each rank hands on its own chunk again, instead of the one that it received last."""
-    for half in ("outgoing", "incoming"):
 
-        def mutant(self: engine._Pass, transfer: Transfer, half: Any = getattr(engine._Pass, half)) -> Any:
-            return half(self, replace(transfer, send_slot=0) if transfer.inward else transfer)
+    def of_own(half: Callable[[engine._Pass, Transfer], Any]) -> Any:
+        return lambda self, transfer: half(
+            self, replace(transfer, send_slot=0) if transfer.inward else transfer
+        )
 
-        patch.setattr(engine._Pass, half, mutant)
+    for name in ("outgoing", "incoming"):
+        patch.setattr(engine._Pass, name, of_own(getattr(engine._Pass, name)))
 
 
 WRONG_RESULTS: dict[str, tuple[Patch, Tile]] = {
