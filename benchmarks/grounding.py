@@ -37,18 +37,17 @@ INTRO = """\
 Measured times are those of `distributed.py`, the slowest rank's median; predicted ones come from the
 step lists that were run, the links of the topology named and its kernel times. NCCL's link inside a node
 is what was measured for one exchange (258 GB/s, 70 us, 16 of 132 multiprocessors). Topologies of virtual
-nodes were measured by `meshattn calibrate` on as many ranks, that for 16 on one GPU on 8, at the same
-rate; their files lie beside this report. Skipped is a tile without its transfers. What is left: at 4k
-tokens a rank on two GPUs most passes are as long as their host work, which the model knows by one number
-alone. 4 and 8 NCCL ranks on one GPU have not been timed."""
+nodes were measured by `meshattn calibrate` on as many ranks at the same rate; their files lie beside this
+report. Skipped is a tile without its transfers. What is left: at 4k tokens a rank on two GPUs most passes
+are as long as their host work, which the model knows by one number alone."""
 
 
 COMMANDS = """\
 ## Commands
 
-    P="python benchmarks/virtual_cluster.py --ranks 16 --rate 100 --"
+    P="python benchmarks/virtual_cluster.py --ranks 16 --rate 100 --"    # 4 and 8: --rate 200, longer --rows
     $P -m meshattn calibrate --out 16.json --transport p2p --kernel triton --head-dim 64 --heads 16 \\
-        --rows 256 512 1k --messages 64k 4M
+        --rows 512 1k --messages 64k 4M
     $P benchmarks/distributed.py --seq-len 8192 --heads 16 --head-dim 64 --dtype bfloat16 --no-bare \\
         --kernel triton
     P="python benchmarks/virtual_cluster.py --ranks 16 --rate 1 --device cpu --"
