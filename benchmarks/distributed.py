@@ -30,7 +30,8 @@ from across_ranks.rank_contenders import (
     alone,
     ours_by_transport,
 )
-from across_ranks.rank_cuts import DIRECTIONS, chosen_cuts, formula_bytes, formula_memory
+from across_ranks.rank_cuts import DIRECTIONS, chosen_cuts, formula_bytes
+from across_ranks.rank_memory import memory_of
 from across_ranks.rank_report import Result, table_of, write_report
 from across_ranks.rank_start import join, start_ranks
 from across_ranks.rank_turns import in_turns
@@ -159,7 +160,7 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
         records, name = contender.mesh.traffic(), contender.name
         sent[name] = {p: sum(r.sent_bytes for r in records if r.phase == p) for p in DIRECTIONS}
         formula[name] = {p: formula_bytes(p, cut, shape) for p in DIRECTIONS}
-        memory[name] = formula_memory(cut, shape, contender.mesh.split_heads(shape, device)[1])
+        memory[name] = memory_of(contender, cut, case, device)
         contender.mesh.check()
     if device.type == "cuda":
         torch.cuda.synchronize()

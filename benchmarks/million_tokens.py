@@ -29,6 +29,7 @@ from across_ranks.million_report import Alone, Outcome, report
 from across_ranks.rank_check import NAMES, check, oracle
 from across_ranks.rank_contenders import Case
 from across_ranks.rank_cuts import DIRECTIONS, cut_of, formula_bytes, formula_memory, name_of
+from across_ranks.rank_memory import allocated, peak_allocated
 from across_ranks.rank_start import join, start_ranks
 from across_ranks.sampled_oracle import Samples, errors_of_sums, sample, sampled_errors, sums
 from harness import REPORTS
@@ -177,12 +178,12 @@ def kernel_alone(case: Case, device: torch.device) -> Alone:
 
     forward(window)
     backward(window)
-    held = _allocated(device)
+    held = allocated(device)
     # Twice forward: what the host makes for the backward is made meanwhile.
     (_, ahead, back), _ = in_turn(
         device, lambda: forward(whole), lambda: forward(whole), lambda: backward(whole)
     )
-    own = _peak(device) - held
+    own = peak_allocated(device) - held
     scaled = case.seq_len * (case.seq_len + 1) / 2 / ranks / whole.num_pairs
     return Alone(ahead * scaled, back * scaled, own)
 
@@ -217,9 +218,9 @@ def measure(
     forward(WINDOW)
     backward()
     results.clear()
-    held = _allocated(device)
+    held = allocated(device)
     (ahead, back), host = in_turn(device, forward, backward)
-    peak = _peak(device) - held
+    peak = peak_allocated(device) - held
     shape = case.shape(-(-case.seq_len // dist.get_world_size()))
     groups = mesh.split_heads(shape, device)[1]
     buffers = formula_memory(cut, shape, groups)
@@ -271,23 +272,10 @@ def _worst(errors: Iterable[float]) -> float:
     return float(torch.tensor(list(errors)).max())
 
 
-def _allocated(device: torch.device) -> int:
-    """Bytes that tensors take now; the peak is counted from here."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
 def _free(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
 
 
 def in_turn(device: torch.device, *works: Callable[[], object]) -> tuple[list[float], float]:

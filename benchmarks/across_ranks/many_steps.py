@@ -116,7 +116,7 @@ def steps(ranks: int, scale: Scale, out: Path) -> list[Step]:
         Cut(ranks, Tile(1, 1)),
     ]
     named = " ".join(dict.fromkeys(map(name_of, cuts)))
-    tested = "" if scale.device == "cuda" else "--dtype float32 --head-dim 16"
+    tested = "" if scale.device == "cuda" else "--dtype float32 --heads 8 --kv-heads 2 --head-dim 16"
     trained = f"{scale.train} --device {scale.device} --lr 3e-4 --warmup 4 --timeout 60"
     mine, nccl = out / TOPOLOGY, out / SOCKETS
     best = scale.transports.split()[0]

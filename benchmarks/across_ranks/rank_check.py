@@ -23,17 +23,17 @@ def on_short(mesh: ma.AttentionMesh, case: Case, device: torch.device) -> tuple[
 
 
 def oracle(case: Case, device: torch.device) -> list[Tensor]:
-    """The same by dense attention in float64, on the CPU."""
+    """The same by dense attention in float64."""
     inputs = replace(case, seq_len=CHECKED_LENGTH).inputs(device)
-    exact = [x.double().cpu().requires_grad_() for x in inputs[:3]]
+    exact = [x.double().requires_grad_() for x in inputs[:3]]
     out, _ = reference.attention(*exact, causal=case.causal)
-    return [out.detach(), *torch.autograd.grad(out, exact, inputs[3].double().cpu())]
+    return [out.detach(), *torch.autograd.grad(out, exact, inputs[3].double())]
 
 
 def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, float]:
     """Largest error of each, relative to the largest number of the exact one; NaN where there is one."""
     return {
-        name: (mine.double().cpu() - true).abs().max().item() / true.abs().max().item()
+        name: (mine.double() - true).abs().max().item() / true.abs().max().item()
         for name, mine, true in zip(NAMES, found, exact, strict=True)
     }
 

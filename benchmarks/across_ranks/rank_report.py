@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from across_ranks.rank_contenders import Case
 from across_ranks.rank_cuts import DIRECTIONS
+from across_ranks.rank_memory import Memory
 from across_ranks.rank_turns import PASSES, Turn, beyond, column
 from harness import Machine, Record, Timing, table, write
 
@@ -26,7 +27,9 @@ INTRO = (
     "limit, the two agree. WxAxB is a head axis of W ranks around the tile AxB, and a number behind the "
     "transport says into how many groups its heads are split, if not what auto takes. Plain is the same tile "
     "over send and receive as PyTorch gives them: no stream of high priority, no head start, no room on the "
-    "GPU. Every tile was checked on every transport against float64 dense attention first."
+    "GPU. The peak is what both passes take beyond q, k, v and do; its formula has the buffers, out with its "
+    "lse and delta, and the gradients or what the kernel keeps for itself. Every tile was checked on every "
+    "transport against float64 dense attention first."
 )
 
 
@@ -38,7 +41,7 @@ class Result:
     turns: dict[str, list[Turn]]
     sent: dict[str, dict[str, int]]  # by contender and direction, counted by the transport in one pass
     formula: dict[str, dict[str, int]]
-    memory: dict[str, int]  # buffers of the larger pass
+    memory: dict[str, Memory]
     flop: dict[str, dict[str, float]]  # of one rank, by contender and pass
     absent: dict[str, str]  # contenders that could not run, and why
 
@@ -77,6 +80,7 @@ def table_of(result: Result) -> str:
     """A heading and one line a contender."""
     head = ["contender", "forward ms", "backward ms", "TFLOP/s fwd", "bwd", "both", "of one GPU"]
     head += ["exposed us fwd", "bwd", "% of fwd", "of bwd", "host ms", "MiB sent fwd", "bwd", "buffers MiB"]
+    head += ["peak MiB", "of formula"]
     rows = []
     for name, turns in result.turns.items():
         base = _base(name, result.turns)
@@ -99,11 +103,19 @@ def table_of(result: Result) -> str:
                 *exposed,
                 f"{statistics.median(column(turns, 'host')):.2f}",
                 *(_mib(sent[p]) if sent.get(p) else "" for p in DIRECTIONS),
-                _mib(result.memory[name]) if name in result.memory else "",
+                *_of_memory(result.memory.get(name)),
             ]
         )
     parts = [f"## {result.case}", table(head, rows), _table_of_ratios(result), *_sentences(result)]
     return "\n\n".join(parts)
+
+
+def _of_memory(memory: Memory | None) -> list[str]:
+    """Buffers, the peak, and the peak as a part of the formula's."""
+    if memory is None:
+        return [""] * 3
+    peak = [_mib(memory.peak), f"{memory.peak / memory.expected:.3f}"] if memory.peak else [""] * 2
+    return [_mib(memory.buffers), *peak]
 
 
 def _sentences(result: Result) -> list[str]:
@@ -194,6 +206,9 @@ def _records(result: Result) -> list[Record]:
                     text = f"{step} {metric} of ring's"
                     spread = ratios.time.spread if metric == "time" else None
                     records.append(Record("distributed", label, text, value, ratios.ring, value, spread))
+        if (memory := result.memory.get(name)) and memory.peak:
+            ratio = memory.peak / memory.expected
+            records.append(Record("distributed", label, "peak bytes", memory.peak, "formula", ratio))
         for step, measured in result.sent.get(name, {}).items():
             formula = result.formula[name][step]
             ratio = measured / formula if formula else None
