@@ -19,9 +19,9 @@ from pathlib import Path
 from harness import REPORTS, Machine, Record, table, write
 from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape
+from meshattn.plan.passes import pass_script
 from meshattn.plan.placement import Cut
 from meshattn.plan.schedule import Direction
-from meshattn.plan.script import pass_script
 from meshattn.plan.timeline import run
 from meshattn.plan.topology import Link, Topology, load_topology, presets
 

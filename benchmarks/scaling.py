@@ -22,10 +22,12 @@ from pathlib import Path
 from meshattn.plan.assignment import Tile, tiles
 from meshattn.plan.cost import CallShape
 from meshattn.plan.kernel_times import KernelTimes
+from meshattn.plan.pace import pace_of
+from meshattn.plan.passes import pass_script
 from meshattn.plan.placement import Cut, MeshAxis
 from meshattn.plan.planner import Question, rank_candidates
 from meshattn.plan.prediction import Prediction
-from meshattn.plan.script import Exchange, pace_of, pass_script
+from meshattn.plan.script import Exchange
 from meshattn.plan.timeline import Timeline, run
 from meshattn.plan.topology import Topology, load_topology
 from study.double_ring import double_ring

@@ -17,10 +17,10 @@ from typing import get_args
 
 from meshattn.layouts import Layout, LayoutKind, Piece
 from meshattn.plan.assignment import Assignment, Tile
+from meshattn.plan.block_cost import Mask
 from meshattn.plan.cost import FLOPS_PER_BYTE, CallShape, choose_tile, flops_per_pair, reached_bytes
 from meshattn.plan.hops import Reach, Visibility
 from meshattn.plan.schedule import Direction
-from meshattn.plan.script import Mask
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 ROWS, KEYS = 64, 128

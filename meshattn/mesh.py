@@ -31,9 +31,9 @@ from meshattn.plan.assignment import Assignment, Axis, Tile
 from meshattn.plan.cost import NOMINAL, CallShape, Pace
 from meshattn.plan.heads import HeadSplit, head_groups
 from meshattn.plan.hops import RINGS, Paths, Visibility
+from meshattn.plan.pace import pace_of
 from meshattn.plan.placement import Cut, order_of
 from meshattn.plan.planner import choose as choose_cut
-from meshattn.plan.script import pace_of
 from meshattn.plan.topology import Topology
 from meshattn.transport.base import TrafficRecord, Transport, TransportError
 from meshattn.transport.connect import Connection, Group, check_transport, choose, connect

@@ -13,8 +13,8 @@ from meshattn.layouts import Layout, LayoutKind
 from meshattn.masks import MaskRule, visible_blocks
 from meshattn.plan import Assignment, CallShape, Reach, Tile, choose_tile
 from meshattn.plan.cost import reached_bytes
+from meshattn.plan.passes import pass_script
 from meshattn.plan.placement import Cut
-from meshattn.plan.script import pass_script
 from meshattn.plan.timeline import run
 from meshattn.reference import visible_pairs
 from plan.topology_cases import cluster
@@ -90,7 +90,7 @@ def test_masks_for_the_emulator_count_what_is_visible(kind: LayoutKind) -> None:
         visible = visible_pairs(53, 53, window_size=tuple(-1 if n is None else n for n in (left, right)))
         total = sum(mask.part(p, q) for p in range(4) for q in range(4)) * 14**2
         assert round(total) == int(visible.sum())
-        assert mask.visibility() == visible_blocks(MaskRule(left, right), cut, cut)
+        assert mask.visibility == visible_blocks(MaskRule(left, right), cut, cut)
 
 
 def test_a_window_is_emulated_faster_where_its_hops_are_left_out() -> None:

@@ -10,9 +10,9 @@ import torch
 
 import meshattn as ma
 from meshattn.plan import CallShape, Tile, check
+from meshattn.plan.pace import pace_of
 from meshattn.plan.placement import Cut
 from meshattn.plan.planner import choose
-from meshattn.plan.script import pace_of
 from meshattn.plan.topology import Topology
 from meshattn.testing import run_ranks
 from plan.topology_cases import cluster

@@ -13,6 +13,7 @@ import pytest
 
 from meshattn import __version__
 from meshattn.cli import main
+from meshattn.command import progress
 from meshattn.plan import Assignment, CallShape, Tile, build, costs, peak_memory, tiles, total_bytes
 
 
@@ -208,6 +209,30 @@ def test_plan_says_what_is_best_and_why(capsys: pytest.CaptureFixture[str], tmp_
     assert forward["total_us"] < times[0] / 2
     only = json.loads(out(capsys, f"{PLAN} --heads-axis 2 --json"))["candidates"]
     assert {each["heads"] for each in only} == {2}
+
+
+def test_plan_says_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stderr alone, and only where it takes a while."""
+    assert main(PLAN.split()) == 0
+    quick = capsys.readouterr()
+    assert not quick.err
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    assert main(PLAN.split()) == 0
+    slow = capsys.readouterr()
+    assert slow.out == quick.out
+    first, *_, last = slow.err.splitlines()
+    assert re.fullmatch(r"plan: 0 of at most \d+ candidates are emulated", first) and "auto" in last
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_the_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("meshattn.command.plan.plan", None)
+    for option in ("--picture", "--timeline"):
+        with pytest.raises(SystemExit):
+            main([*PLAN.split(), option, str(tmp_path / "name.exe")])
+        assert f"{option} {tmp_path / 'name.exe'}: the ending must be one of" in capsys.readouterr().err
 
 
 def test_plan_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

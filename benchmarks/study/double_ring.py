@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from itertools import count
 
 from meshattn.plan.assignment import Tile
+from meshattn.plan.block_cost import block_times
 from meshattn.plan.cost import CallShape, accumulator_bytes, payload_bytes
 from meshattn.plan.placement import Cut, Placement
 from meshattn.plan.schedule import Direction
-from meshattn.plan.script import Entry, Exchange, Kernel, Script, Wait, block_times
+from meshattn.plan.script import Entry, Exchange, Kernel, Script, Wait
 from meshattn.plan.topology import Topology
 
 

@@ -36,7 +36,7 @@ def taken_by_auto(question: Question, seq_len: int, heads: int | None) -> list[T
             found = auto_heads("auto", numbers, seq_len if told else None, "auto", ranks, topology)
             wanted[f'heads="auto"{end}'] = int(found)
         for by, number in wanted.items():
-            seen = None if question.mask is None else question.mask(number).visibility()
+            seen = None if question.mask is None else question.mask(number).visibility
             cut = choose(ranks, shape, heads=number, topology=topology, visibility=seen)
             order = cut.orders(question.topology.gpus_per_node)[0]
             every.append(Taken(by, told, question.predict(cut, order, pace=None if told else NOMINAL)))

@@ -33,6 +33,19 @@ def _pyplot() -> Any:
     return pyplot
 
 
+def check_picture(name: str, path: Path | None) -> None:
+    """Before the work, so that it is not lost: ValueError for an ending that is none of a picture, and where
+    matplotlib is missing. ``name`` is that of the option."""
+    if path is None:
+        return
+    _pyplot()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"--{name} {path}: the ending must be one of {', '.join(sorted(known))}")
+
+
 def draw_assignment(tile: Tile, path: Path) -> None:
     """Which rank computes which block; the blocks of rank 0 are framed in black.
 

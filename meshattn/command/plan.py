@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,17 +12,19 @@ from typing import get_args
 from meshattn.advice import priced_mask_of
 from meshattn.command.arguments import add_window, check_folder, size, window_of
 from meshattn.command.automatic import taken_by_auto, why_auto
+from meshattn.command.progress import Progress
 from meshattn.layouts import Layout, LayoutKind
+from meshattn.plan.block_cost import Mask
 from meshattn.plan.cost import CallShape
 from meshattn.plan.coverage import coverage
+from meshattn.plan.pace import pace_of
+from meshattn.plan.passes import pass_script
 from meshattn.plan.planner import BOTH, Question, plan
 from meshattn.plan.prediction import Prediction, why
-from meshattn.plan.script import Mask, pace_of, pass_script
 from meshattn.plan.timeline import Timeline, run
 from meshattn.plan.topology import load_topology, presets
 from meshattn.plan.trace import write_trace
 
-MANY_RANKS = 512  # of which each is emulated
 MANY_MASKED = 128
 MOST_DOCUMENTS = 2**21  # times ranks, some ten seconds
 
@@ -71,11 +72,13 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
         raise ValueError(f"--show is {args.show}, but must be at least 1")
     for name in ("picture", "timeline", "trace"):
         check_folder(name, getattr(args, name))
+    if args.picture or args.timeline:
+        from meshattn.command.pictures import check_picture
+
+        check_picture("picture", args.picture)
+        check_picture("timeline", args.timeline)
     topology = load_topology(args.topology)
-    if args.ranks > MANY_RANKS and args.ranks % topology.gpus_per_node:
-        print(
-            f"emulating each of {args.ranks} ranks: they do not fill their nodes", file=sys.stderr, flush=True
-        )
+    say = Progress("plan")
     question = Question(args.ranks, shape, topology, BOTH[:1] if args.forward else BOTH, _mask(args, shape))
     found = plan(
         question,
@@ -83,6 +86,7 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
         memory_limit=args.memory,
         at_least=args.show,
         placements=args.placements,
+        say=say,
     )
     best = found[0]
     if args.picture or args.timeline:
@@ -95,6 +99,7 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
     if args.trace:
         write_trace(_recorded(question, best), args.trace)
     shown = [each for n, each in enumerate(found) if n < args.show or each.is_ring or each.is_ulysses]
+    say('what "auto" takes')
     taken = taken_by_auto(question, args.seq_len, args.heads_axis)
     outside = coverage(question, shown, args.dtype)
     if args.json:

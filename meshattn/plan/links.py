@@ -9,7 +9,7 @@ from typing import Any
 
 from .cost import CallShape, traffic
 from .heads import exchange, inner_shape
-from .placement import ORDER, Placement
+from .placement import ORDER, MeshAxis, Placement
 from .schedule import Direction
 from .script import Exchange, Script
 from .topology import Topology
@@ -78,17 +78,19 @@ def used_links(script: Script, topology: Topology) -> LinkUse:
     """What the exchanges of a script send, counted one by one: where masks leave hops out."""
     placement = script.placement
     ports, cards, nodes, ranks = Counter[int](), Counter[Any](), Counter[int](), Counter[int]()
+    alike = Counter[tuple[MeshAxis, int, tuple[bool, ...] | None]]()
     for entry in script.entries:
-        if not isinstance(entry, Exchange):
-            continue
-        for rank, peer in enumerate(placement.peers(entry.axis, entry.offset)):
-            if entry.sends is None or entry.sends[rank]:
-                ranks[rank] += entry.num_bytes
+        if isinstance(entry, Exchange):
+            alike[entry.axis, entry.offset, entry.sends] += entry.num_bytes
+    for (axis, offset, sends), num_bytes in alike.items():
+        for rank, peer in enumerate(placement.peers(axis, offset)):
+            if sends is None or sends[rank]:
+                ranks[rank] += num_bytes
                 if placement.node(rank) == placement.node(peer):
-                    ports[rank] += entry.num_bytes
+                    ports[rank] += num_bytes
                 else:
-                    cards[placement.card(rank)] += entry.num_bytes
-                    nodes[placement.node(rank)] += entry.num_bytes
+                    cards[placement.card(rank)] += num_bytes
+                    nodes[placement.node(rank)] += num_bytes
     rank, port, card, node = (max(each.values(), default=0) for each in (ranks, ports, cards, nodes))
     return LinkUse(
         rank=rank,

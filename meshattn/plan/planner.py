@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 
 from .assignment import Assignment, Tile, tiles
+from .block_cost import Mask, block_times, partial_us
 from .cost import CallShape, Pace, choose_tile, total_bytes
 from .heads import buffer_memory, exchange, inner_shape
 from .hops import Visibility
 from .kernel_times import BlockPass
 from .links import LinkUse, link_use, used_links
+from .pace import num_groups, pace_of
+from .passes import pass_script
 from .placement import ORDER, Cut, MeshAxis, Placement
 from .prediction import Prediction
 from .schedule import Direction
-from .script import Mask, block_times, num_groups, pace_of, partial_us, pass_script
 from .timeline import run
 from .topology import Topology
 
@@ -72,14 +73,7 @@ class Question:
     def _busiest(self, cut: Cut, times: Mapping[BlockPass, tuple[float, float]]) -> float:
         """What a mask leaves to the busiest rank, at least, in full blocks."""
         assert self.mask is not None
-        mask, tile = self.mask(cut.heads), Assignment(cut.tile)
-        halves = min(half / whole for half, whole in times.values())
-
-        def of_rank(chunk: int) -> float:
-            blocks = product(tile.queries(chunk), tile.keys(chunk))
-            return sum(partial_us(mask.part(p, q), halves, 1.0) for p, q in blocks)
-
-        return max(map(of_rank, range(cut.tile.ranks)))
+        return _busiest(self.mask(cut.heads), cut.tile, min(half / whole for half, whole in times.values()))
 
     def bound_us(self, cut: Cut, order: tuple[MeshAxis, ...]) -> float:
         """No list is faster."""
@@ -113,6 +107,19 @@ class Question:
     ) -> Prediction:
         """Emulate a candidate, with lists made for this ``pace``; by default for the cluster."""
         return _predict(self, cut, order, pace or pace_of(self.topology, cut, order))
+
+
+@lru_cache(maxsize=1024)
+def _busiest(mask: Mask, tile: Tile, half: float) -> float:
+    """Full blocks that the busiest rank computes, each for 1, where one of half its pairs takes ``half``."""
+    assignment = Assignment(tile)
+    worth = [[partial_us(part, half, 1.0) for part in row] for row in mask.parts]
+
+    def of_rank(chunk: int) -> float:
+        keys = assignment.keys(chunk)
+        return sum(worth[p][q] for p in assignment.queries(chunk) for q in keys)
+
+    return max(map(of_rank, range(tile.ranks)))
 
 
 @lru_cache(maxsize=1024)
@@ -166,10 +173,11 @@ def rank_candidates(
     at_least: int = 1,
     at_most: int | None = None,
     placements: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> list[Prediction]:
     """The best first: the ``at_least`` best cuts, each once, where it is best placed, or with ``placements``
     the best pairs of both; and those that were emulated on the way.
-    ``at_most`` so many are emulated, those with the least bounds.
+    ``at_most`` so many are emulated, those with the least bounds. ``say`` is told before each how many were.
 
     Equal times are in order of bytes, of those that leave nodes, then of buffers.
     """
@@ -178,7 +186,9 @@ def rank_candidates(
         for number, (cut, order) in enumerate(candidates)
     )
     best: dict[object, Prediction] = {}
-    for bound, _, number in bounds[:at_most]:
+    for done, (bound, _, number) in enumerate(bounds[:at_most]):
+        if say is not None:
+            say(f"{done} of at most {len(bounds[:at_most])} candidates are emulated")
         found = sorted(best.values(), key=_preference)
         if len(found) >= at_least and bound > found[at_least - 1].total_us:
             break
@@ -201,9 +211,10 @@ def plan(
     memory_limit: int | None = None,
     at_least: int = 10,
     placements: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> list[Prediction]:
     """The cuts, best first, each where it is best placed, or with ``placements`` everywhere; plain ring and
-    Ulysses, where they can be, always among them.
+    Ulysses, where they can be, always among them. ``say`` as in `rank_candidates`.
 
     Raises ValueError if no cut keeps within ``memory_limit`` bytes of buffers.
     """
@@ -213,7 +224,7 @@ def plan(
         for order in cut.orders(question.topology.gpus_per_node)
     ]
     every = _within(question, every, memory_limit)
-    found = rank_candidates(question, every, at_least=at_least, placements=placements)
+    found = rank_candidates(question, every, at_least=at_least, placements=placements, say=say)
     for wanted in (Cut(1, Tile(1, question.ranks)), Cut(question.ranks, Tile(1, 1))):
         same = [each for each in every if each[0] == wanted]
         if same and all(each.cut != wanted for each in found):

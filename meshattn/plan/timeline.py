@@ -13,20 +13,23 @@ the list, arrivals too. What kernels have made waits for them as above; other ch
 busy, as soon as the slot that they fill is free.
 
 Everything is used in the order of the list, so that every time is a maximum of sums of costs: no time falls
-if a cost rises, and equal inputs give equal times. Where all blocks cost the same, ranks whose neighbours
-are alike have the same times, and one of each kind is followed; that is exact.
+if a cost rises, and equal inputs give equal times. Ranks that do the same and whose neighbours are alike have
+the same times, and one of each kind is followed; that is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from .placement import MeshAxis
 from .script import Exchange, Kernel, Script, Slot, Wait
 from .topology import Link, Topology
 
+T = TypeVar("T")
+PerRank = tuple[float, ...] | tuple[bool, ...]
 Key = tuple[MeshAxis, int]
 """An axis and an offset along it."""
 
@@ -72,18 +75,19 @@ class Timeline:
 class Fabric:
     """Who exchanges with whom over what, for the keys of one script: on one rank of each kind."""
 
-    def __init__(self, script: Script, topology: Topology, *, every_rank: bool) -> None:
+    def __init__(self, script: Script, topology: Topology, *, every_rank: bool = False) -> None:
         self.topology = topology
         self.placement = script.placement
         exchanges = [entry for entry in script.entries if isinstance(entry, Exchange)]
         self.keys: tuple[Key, ...] = tuple(dict.fromkeys((e.axis, e.offset) for e in exchanges))
-        count = self.placement.ranks if every_rank else self.placement.period
+        uneven = _uneven(script)
+        count = self.placement.ranks if every_rank or uneven else self.placement.period
         self.to = {key: self.placement.peers(*key, count) for key in self.keys}
         self.source = {
             (axis, offset): self.placement.peers(axis, -offset, count) for axis, offset in self.keys
         }
         self.sharers = self.placement.sharers(self.keys)
-        self.kind = tuple(range(count)) if every_rank else self._alike()
+        self.kind = tuple(range(count)) if every_rank else self._alike(count, uneven)
         self.ranks = tuple(self.kind.index(kind) for kind in range(max(self.kind) + 1))
 
     def us_per_byte(self, key: Key, rank: int) -> tuple[float, float]:
@@ -96,32 +100,41 @@ class Fabric:
             link, shared = self.topology.across, max(sending[rank % period], receiving[peer % period])
         return shared / (1e3 * link.gb_per_s), link.latency_us
 
-    def _alike(self) -> tuple[int, ...]:
-        """Kinds of ranks: of one kind send over equal links to one kind, and receive from one kind."""
-        period = self.placement.period
-        ranks = range(period)
+    def _alike(self, count: int, uneven: Sequence[PerRank]) -> tuple[int, ...]:
+        """Kinds of ranks: of one kind do the same, send over equal links to one kind, and receive from one
+        kind. The ``count`` first ranks are looked at, all others are as they."""
+        ranks = range(count)
         links = [[self.us_per_byte(key, rank) for rank in ranks] for key in self.keys]
-        ways = [[rank % period for rank in peers] for way in (self.to, self.source) for peers in way.values()]
-        kinds = [0] * period
-        number = 1
+        ways = [[rank % count for rank in peers] for way in (self.to, self.source) for peers in way.values()]
+        kinds, number = _named(zip([0] * count, *uneven, strict=True))
         while True:
+            before = number
             looks = zip(kinds, *links, *([kinds[rank] for rank in way] for way in ways), strict=True)
-            names: dict[object, int] = {}
-            kinds = [names.setdefault(look, len(names)) for look in looks]
-            if len(names) == number:
-                return tuple(kinds) * (self.placement.ranks // period)
-            number = len(names)
+            kinds, number = _named(looks)
+            if number == before:
+                return tuple(kinds) * (self.placement.ranks // count)
 
 
-def run(script: Script, topology: Topology, *, record: bool = False) -> Timeline:
-    """Emulate a pass; ``record`` keeps what happened when."""
-    uneven = any(
-        (isinstance(entry, Kernel) and isinstance(entry.us, tuple))
-        or (isinstance(entry, Exchange) and entry.sends is not None)
-        for entry in script.entries
-    )
-    fabric = Fabric(script, topology, every_rank=uneven)
-    return _Run(script, fabric, record).run()
+def _named(looks: Iterable[object]) -> tuple[list[int], int]:
+    """Numbers that are equal where looks are, and how many there are."""
+    names: dict[object, int] = {}
+    return [names.setdefault(look, len(names)) for look in looks], len(names)
+
+
+def _uneven(script: Script) -> list[PerRank]:
+    """What ranks do not have in common, each once: times of kernels, and whether they send."""
+    found: dict[PerRank, None] = {}
+    for entry in script.entries:
+        if isinstance(entry, Kernel) and isinstance(entry.us, tuple):
+            found[entry.us] = None
+        elif isinstance(entry, Exchange) and entry.sends is not None:
+            found[entry.sends] = None
+    return list(found)
+
+
+def run(script: Script, topology: Topology, *, record: bool = False, every_rank: bool = False) -> Timeline:
+    """Emulate a pass; ``record`` keeps what happened when, ``every_rank`` follows each of them."""
+    return _Run(script, Fabric(script, topology, every_rank=every_rank), record).run()
 
 
 class _Stream:
@@ -192,9 +205,12 @@ class _Run:
             events=tuple(self.events),
         )
 
+    def _of_kinds(self, of_ranks: tuple[T, ...]) -> tuple[T, ...]:
+        return tuple(of_ranks[rank] for rank in self.fabric.ranks)
+
     def _kernel(self, entry: Kernel) -> None:
         self.host += self.fabric.topology.start_us
-        us = entry.us if isinstance(entry.us, tuple) else (entry.us,) * self.size
+        us = self._of_kinds(entry.us) if isinstance(entry.us, tuple) else (entry.us,) * self.size
         taken = max((stream.sm_share for stream in self.crowding.values()), default=0.0)
         if taken and not entry.steady:
             if self.script.shares:
@@ -227,8 +243,9 @@ class _Run:
             freed = None if entry.slot is None else self.freed.pop(entry.slot, None)
             ready = _later(_later(ready, free), freed or free)
         ends = [0.0] * self.size  # of what each rank sends
+        sends = None if entry.sends is None else self._of_kinds(entry.sends)
         for rank, peer in enumerate(self.to[key]):
-            if entry.sends is not None and not entry.sends[rank]:
+            if sends is not None and not sends[rank]:
                 continue
             begin = max(ready[rank], ready[peer], free[rank], free[peer] if stream.paired else 0.0)
             if not crosses[rank]:

@@ -10,8 +10,9 @@ import pytest
 
 import scaling
 from meshattn.plan import Tile, total_bytes
+from meshattn.plan.passes import pass_script
 from meshattn.plan.placement import Cut
-from meshattn.plan.script import Exchange, Kernel, pass_script
+from meshattn.plan.script import Exchange, Kernel
 from meshattn.plan.timeline import run
 from plan.topology_cases import call, cluster
 from study.double_ring import double_ring

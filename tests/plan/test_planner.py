@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from meshattn.plan import Tile, choose_tile, tiles
+from meshattn.plan.block_cost import Mask
 from meshattn.plan.cost import total_bytes
 from meshattn.plan.heads import exchange, inner_shape
 from meshattn.plan.kernel_times import KernelTimes
 from meshattn.plan.placement import ORDER, Cut, Placement, order_of, rank_order
 from meshattn.plan.planner import BOTH, Question, choose, cuts, plan
 from meshattn.plan.prediction import why
-from meshattn.plan.script import Mask
 from plan.topology_cases import FLAT, call, cluster
 
 

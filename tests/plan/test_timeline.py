@@ -10,24 +10,21 @@ from pathlib import Path
 import pytest
 
 from meshattn.plan import Direction, Tile, payload_bytes
+from meshattn.plan.block_cost import Mask, block_times, partial_us
 from meshattn.plan.heads import head_groups
 from meshattn.plan.kernel_times import KernelTimes
 from meshattn.plan.links import _counts, link_use
+from meshattn.plan.pace import num_groups, pace_of
+from meshattn.plan.passes import pass_script
 from meshattn.plan.placement import ORDER, Cut, MeshAxis, Placement
 from meshattn.plan.script import (
     Entry,
     Exchange,
     Free,
     Kernel,
-    Mask,
     Script,
     Slot,
     Wait,
-    block_times,
-    num_groups,
-    pace_of,
-    partial_us,
-    pass_script,
 )
 from meshattn.plan.timeline import Fabric, Timeline, run
 from meshattn.plan.topology import Topology
@@ -136,14 +133,26 @@ def test_following_one_rank_of_a_kind_is_exact(cut: Cut, copies: bool) -> None:
     topology = cluster(3, between=7.0, latency_us=1.0, gpus_per_nic=2, copy_engines=copies)
     script = pass_script("backward", call(300), cut, topology)
     kinds = run(script, topology)
-    entries = tuple(
-        replace(entry, us=(entry.us,) * cut.ranks) if isinstance(entry, Kernel) else entry
-        for entry in script.entries
-    )
-    each = run(replace(script, entries=entries), topology)
+    each = run(script, topology, every_rank=True)
     assert len(each.end_us) == cut.ranks >= len(kinds.end_us)
     assert [kinds.end_us[kind] for kind in kinds.kind] == pytest.approx(list(each.end_us))
     assert emulate("backward", cut, topology) == emulate("backward", cut, topology)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_following_one_rank_of_a_kind_is_exact_where_blocks_differ(cut: Cut) -> None:
+    """Ranks that share a chunk do the same, and are of one kind where they are placed alike."""
+    topology = cluster(3, between=7.0, latency_us=1.0, gpus_per_nic=2)
+    for direction in DIRECTIONS:
+        script = pass_script(direction, call(300), cut, topology, mask=triangle(cut.tile.ranks))
+        kinds, each = (run(script, topology, every_rank=every) for every in (False, True))
+        assert [kinds.end_us[kind] for kind in kinds.kind] == pytest.approx(list(each.end_us))
+        assert max(kinds.compute_us) == pytest.approx(max(each.compute_us))
+
+
+def test_ranks_of_a_chunk_are_of_one_kind() -> None:
+    script = pass_script("forward", call(300), Cut(4, Tile(1, 3)), cluster(4), mask=triangle(3))
+    assert len(run(script, cluster(4)).end_us) == 3
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
@@ -158,7 +167,7 @@ def test_a_period_of_ranks_tells_what_all_of_them_do(
         each = []
         for order in itertools.permutations(ORDER):
             script = pass_script("backward", call(300, heads=24), cut, topology, order=order)
-            fabric = Fabric(script, topology, every_rank=False)
+            fabric = Fabric(script, topology)
             sharing = [counts * (cut.ranks // len(counts)) for counts in fabric.sharers]
             each.append((sharing, fabric.kind, _counts.__wrapped__(script.placement)))
         found.append(each)
@@ -175,7 +184,7 @@ def test_the_period_is_short_where_axes_fill_nodes() -> None:
 def test_large_meshes_have_few_kinds_of_ranks() -> None:
     topology = cluster(8)
     script = pass_script("forward", call(64), Cut(1, Tile(8, 32)), topology)
-    assert len(set(Fabric(script, topology, every_rank=False).kind)) <= 8
+    assert len(set(Fabric(script, topology).kind)) <= 8
 
 
 def triangle(chunks: int) -> Mask:
