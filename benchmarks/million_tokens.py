@@ -37,8 +37,8 @@ from meshattn.layouts import Layout
 from meshattn.masks import MaskRule, block_intervals
 from meshattn.plan.heads import inner_shape
 from meshattn.plan.placement import Cut
-from meshattn_kernels import BandIntervals, accumulator_dtype, choose_kernel, get_kernel
-from meshattn_kernels.contract import ACCUMULATOR_KINDS
+from meshattn_kernels import BandIntervals, choose_kernel, get_kernel
+from meshattn_kernels.contract import ACCUMULATOR_KINDS, new_accumulator
 
 MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 SHORT_SECONDS = 10.0
@@ -151,22 +151,7 @@ def kernel_alone(case: Case, device: torch.device) -> Alone:
     assert isinstance(whole, BandIntervals)
     window = replace(whole, hi=min(whole.hi, WINDOW[0] // ranks))
     q, k, v, do = (x[:, rank::ranks].contiguous() for x in case.inputs(device))
-    exact = accumulator_dtype(case.dtype)
-    out, dq, dkv = (
-        {
-            part: torch.empty(shape, dtype=exact, device=device)
-            for part, shape in kernel.accumulator_shapes(
-                kind,
-                batch=1,
-                rows=q.shape[1],
-                heads=case.heads,
-                kv_heads=case.kv_heads,
-                head_dim=case.head_dim,
-                head_dim_v=case.head_dim,
-            ).items()
-        }
-        for kind in ACCUMULATOR_KINDS
-    )
+    out, dq, dkv = (new_accumulator(kernel, kind, q, k, v) for kind in ACCUMULATOR_KINDS)
     scale, delta = case.head_dim**-0.5, torch.zeros_like(out["lse"])
 
     def forward(intervals: BandIntervals) -> None:

@@ -19,6 +19,7 @@ from meshattn_kernels import (
     accumulator_dtype,
     get_kernel,
 )
+from meshattn_kernels.contract import new_accumulator
 from meshattn_kernels.delta import row_delta
 from one_rank.attention_cases import (
     ADDING,
@@ -117,21 +118,9 @@ class Ours:
         self.delta = self.row_delta()
 
     def _poisoned(self, kind: AccumulatorKind, dtype: torch.dtype) -> dict[str, Tensor]:
-        case = self.case
-        shapes = self.kernel.accumulator_shapes(
-            kind,
-            batch=case.batch,
-            rows=case.num_keys if kind == "dkv" else case.rows,
-            heads=case.heads,
-            kv_heads=case.kv_heads,
-            head_dim=case.head_dim,
-            head_dim_v=case.head_dim,
-        )
-        device, exact = self.inputs.q.device, accumulator_dtype(self.dtype)
-        return {
-            name: torch.full(shape, math.nan, dtype=exact if name == "lse" else dtype, device=device)
-            for name, shape in shapes.items()
-        }
+        q, k, v = self.inputs.q, self.inputs.k, self.inputs.v
+        acc = new_accumulator(self.kernel, kind, q, k, v, dtype=dtype)
+        return {name: tensor.fill_(math.nan) for name, tensor in acc.items()}
 
     @property
     def passes(self) -> Mapping[str, Callable[[], object]]:

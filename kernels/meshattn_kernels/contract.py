@@ -68,6 +68,32 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def new_accumulator(
+    kernel: AttentionKernel,
+    kind: AccumulatorKind,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """An accumulator for such chunks in tensors of their own, not initialised; ``dtype`` instead of the
+    accumulator type is for what a kernel writes finished."""
+    batch, _, heads, head_dim = q.shape
+    shapes = kernel.accumulator_shapes(
+        kind,
+        batch=batch,
+        rows=(k if kind == "dkv" else q).shape[1],
+        heads=heads,
+        kv_heads=k.shape[2],
+        head_dim=head_dim,
+        head_dim_v=v.shape[3],
+    )
+    exact = accumulator_dtype(q.dtype)
+    types = {name: exact if name == "lse" else dtype or exact for name in shapes}
+    return {name: torch.empty(shape, dtype=types[name], device=q.device) for name, shape in shapes.items()}
+
+
 def clear_accumulator(acc: Mapping[str, Tensor]) -> None:
     """Write the neutral element, the same for every kernel: out 0 and lse -inf, gradients 0."""
     for name, tensor in acc.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshattn.plan.kernel_times import BlockPass
 from meshattn_kernels import UNBOUNDED, AttentionKernel, BandIntervals
-from meshattn_kernels.contract import ACCUMULATOR_KINDS, accumulator_dtype
+from meshattn_kernels.contract import ACCUMULATOR_KINDS, accumulator_dtype, clear_accumulator, new_accumulator
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,14 @@ class Block:
 
     def __init__(self, kernel: AttentionKernel, size: BlockSize, device: torch.device) -> None:
         rows, heads, dim = size.rows, size.heads, size.head_dim
-        exact = accumulator_dtype(size.dtype)
 
         def normal(heads: int) -> Tensor:
             return torch.randn(1, rows, heads, dim, device=device, dtype=size.dtype)
 
         q, do, k, v = normal(heads), normal(heads), normal(size.kv_heads), normal(size.kv_heads)
-        out, dq, dkv = (
-            {name: torch.zeros(shape, dtype=exact, device=device) for name, shape in shapes.items()}
-            for shapes in size.accumulators(kernel)
-        )
+        out, dq, dkv = (new_accumulator(kernel, kind, q, k, v) for kind in ACCUMULATOR_KINDS)
+        for acc in (out, dq, dkv):
+            clear_accumulator(acc)
         intervals = BandIntervals(0 if size.causal else -UNBOUNDED, UNBOUNDED, rows, rows)
         scale = dim**-0.5
 
@@ -66,7 +64,7 @@ class Block:
             kernel.forward(q, k, v, out, intervals, softmax_scale=scale, first=first)
 
         forward(True)
-        lse, delta = out["lse"].clone(), torch.zeros(1, heads, rows, dtype=exact, device=device)
+        lse, delta = out["lse"].clone(), torch.zeros_like(out["lse"])
 
         def backward(first: bool) -> None:
             kernel.backward(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshattn_kernels import UNBOUNDED, AttentionKernel, BandIntervals, Intervals, get_kernel
-from meshattn_kernels.contract import AccumulatorKind
+from meshattn_kernels.contract import new_accumulator
 from meshattn_kernels.delta import row_delta
 
 pytestmark = [
@@ -32,28 +32,13 @@ def results(
     kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, do: Tensor, intervals: Intervals
 ) -> list[Tensor]:
     """Finished out, dq, dk and dv, and lse."""
-    batch, rows, heads, head_dim = q.shape
-    _, keys, kv_heads, head_dim_v = v.shape
-
-    def accumulator(kind: AccumulatorKind, rows: int) -> dict[str, Tensor]:
-        shapes = kernel.accumulator_shapes(
-            kind,
-            batch=batch,
-            rows=rows,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-        )
-        return {name: torch.empty(shape, device="cuda") for name, shape in shapes.items()}
-
-    acc = accumulator("out", rows)
+    acc = new_accumulator(kernel, "out", q, k, v)
     kernel.forward(q, k, v, acc, intervals, softmax_scale=0.1, first=True)
     lse = acc["lse"]
     (out,) = kernel.finish("out", acc, dtype=q.dtype, softmax_scale=0.1)
     del acc
     delta = row_delta(do, out)
-    dq, dkv = accumulator("dq", rows), accumulator("dkv", keys)
+    dq, dkv = (new_accumulator(kernel, kind, q, k, v) for kind in ("dq", "dkv"))
     kernel.backward(
         q, k, v, do, lse, delta, dq, dkv, intervals, softmax_scale=0.1, first_dq=True, first_dkv=True
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from cases import Shape, make_inputs
 from meshattn_kernels import AttentionKernel, BandIntervals, get_kernel
-from meshattn_kernels.contract import ACCUMULATOR_KINDS, accumulator_dtype
+from meshattn_kernels.contract import ACCUMULATOR_KINDS, accumulator_dtype, new_accumulator
 from meshattn_kernels.intervals import UNBOUNDED
 from meshattn_kernels.sharing import heads_of, of_part, takes_parts
 
@@ -42,17 +41,10 @@ def _run(name: str, shape: Shape) -> tuple[AttentionKernel, Callable[[list[Atten
     kernel, on_gpu = get_kernel(name, 0.0), name == "hopper"
     dtype = torch.bfloat16 if on_gpu else torch.float64
     q, k, v, do = (x.to("cuda" if on_gpu else "cpu") for x in make_inputs(shape, dtype))
-    exact = accumulator_dtype(dtype)
-    sizes = {"batch": shape.B, "rows": shape.S, "heads": shape.H, "kv_heads": shape.H_kv}
-    dims = {"head_dim": shape.D, "head_dim_v": shape.head_dim_v}
     band = BandIntervals(0, UNBOUNDED, shape.S - 2, shape.S - 3)
 
     def new() -> Accs:
-        shapes = {kind: kernel.accumulator_shapes(kind, **sizes, **dims) for kind in ACCUMULATOR_KINDS}
-        return {
-            kind: {x: torch.full(s, math.nan, dtype=exact, device=q.device) for x, s in named.items()}
-            for kind, named in shapes.items()
-        }
+        return {kind: new_accumulator(kernel, kind, q, k, v) for kind in ACCUMULATOR_KINDS}
 
     whole = new()
     scale: dict[str, Any] = {"softmax_scale": 0.3}

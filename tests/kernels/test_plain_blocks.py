@@ -8,10 +8,10 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from torch import Tensor
 
 from cases import Inputs, Results, Shape, dense, make_inputs
-from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, accumulator_dtype, get_kernel
+from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, get_kernel
+from meshattn_kernels.contract import new_accumulator
 from meshattn_kernels.plain_blocks import PlainBlocks, pieces_of
 from meshattn_kernels.rules import RULES, Platform, Request
 from tolerance import assert_close
@@ -64,31 +64,21 @@ def test_other_blocks_are_refused() -> None:
 def run(kernel: PlainBlocks, inputs: Inputs, cuts: list[int], lo: int, n_q: int, scale: float) -> Results:
     """All results of causal attention (row s sees the keys up to s - lo), a block for every run of keys.
 
-    Memory starts as NaN, and so do the rows from n_q on.
+    The rows from n_q on are NaN, as new memory is in the tests.
     """
     q, k, v, do = (x.clone() for x in inputs)
     q[:, n_q:] = do[:, n_q:] = math.nan
-    sizes = {"batch": len(q), "heads": q.shape[2], "kv_heads": k.shape[2]}
-    sizes |= {"head_dim": q.shape[3], "head_dim_v": v.shape[3]}
-
-    def accumulator(kind: str, rows: int) -> dict[str, Tensor]:
-        shapes = kernel.accumulator_shapes(kind, rows=rows, **sizes)  # type: ignore[arg-type]
-        exact = accumulator_dtype(q.dtype)
-        return {
-            name: torch.full(shape, math.nan, dtype=exact, device=q.device) for name, shape in shapes.items()
-        }
-
     blocks = [
         (slice(t0, t1), BandIntervals(max(lo + t0, -UNBOUNDED), UNBOUNDED, n_q, t1 - t0))
         for t0, t1 in pairwise(cuts)
     ]
-    acc, dq = accumulator("out", q.shape[1]), accumulator("dq", q.shape[1])
+    acc, dq = (new_accumulator(kernel, kind, q, k, v) for kind in ("out", "dq"))
     for n, (keys, band) in enumerate(blocks):
         kernel.forward(q, k[:, keys], v[:, keys], acc, band, softmax_scale=scale, first=n == 0)
     delta = (acc["out"] * do.nan_to_num()).sum(-1).transpose(1, 2)
     grads = []
     for n, (keys, band) in enumerate(blocks):
-        dkv = accumulator("dkv", keys.stop - keys.start)
+        dkv = new_accumulator(kernel, "dkv", q, k[:, keys], v[:, keys])
         kernel.backward(
             q, k[:, keys], v[:, keys], do, acc["lse"], delta, dq, dkv, band,
             softmax_scale=scale, first_dq=n == 0, first_dkv=True,

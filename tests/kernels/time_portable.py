@@ -20,20 +20,11 @@ from collections.abc import Callable
 import torch
 
 from meshattn_kernels import UNBOUNDED, BandIntervals
+from meshattn_kernels.contract import new_accumulator
 from meshattn_kernels.portable import launch
 from meshattn_kernels.portable.kernel import TritonDashKernel, TritonKernel
 
 TOKENS, HIDDEN = 16384, 2048
-
-
-def accumulator(
-    kernel: TritonKernel | TritonDashKernel, kind: str, q: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    batch, rows, heads, dim = q.shape
-    shapes = kernel.accumulator_shapes(
-        kind, batch=batch, rows=rows, heads=heads, kv_heads=heads, head_dim=dim, head_dim_v=dim
-    )
-    return {name: torch.empty(shape, dtype=torch.float32, device="cuda") for name, shape in shapes.items()}
 
 
 def median_ms(run: Callable[[], None], repeats: int = 24) -> float:
@@ -58,7 +49,7 @@ def measure(head_dim: int, rows: int, causal: bool) -> dict[str, float]:
     intervals = BandIntervals(0 if causal else -UNBOUNDED, UNBOUNDED, rows, rows)
     scale = head_dim**-0.5
     flop = 4 * batch * heads * rows**2 * head_dim / (2 if causal else 1)
-    out = accumulator(TritonKernel(), "out", q)
+    out = new_accumulator(TritonKernel(), "out", q, k, v)
     found = {}
     for name, first in (("forward", True), ("forward, merging", False)):
         ms = median_ms(
@@ -75,7 +66,7 @@ def measure(head_dim: int, rows: int, causal: bool) -> dict[str, float]:
         "triton-dash, unordered": TritonDashKernel(deterministic=False),
     }
     for name, kernel in kernels.items():
-        dq, dkv = accumulator(kernel, "dq", q), accumulator(kernel, "dkv", q)
+        dq, dkv = (new_accumulator(kernel, kind, q, k, v) for kind in ("dq", "dkv"))
 
         def backward(kernel=kernel, dq=dq, dkv=dkv) -> None:
             kernel.backward(
