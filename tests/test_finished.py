@@ -22,9 +22,10 @@ from meshattn_kernels.reference import ReferenceKernel
 
 @dataclass(frozen=True)
 class FinishingKernel(ReferenceKernel):
-    """The reference kernel, but for the memory that out is written to; records the types of that memory."""
+    """The reference kernel, but for the memory that out, dk and dv are written to; records the types of that
+    memory."""
 
-    writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset({"out"})
+    writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset({"out", "dkv"})
     seen: ClassVar[list[torch.dtype]] = []
 
     def forward(
@@ -36,11 +37,25 @@ class FinishingKernel(ReferenceKernel):
         super().forward(q, k, v, exact, *rest, **how)
         out.copy_(exact["out"])
 
+    def backward(self, *given: Any, softmax_scale: float, **how: Any) -> None:
+        *before, dkv, intervals = given
+        self.seen.append(dkv["dk"].dtype)
+        exact = {name: tensor.float() for name, tensor in dkv.items()}
+        super().backward(*before, exact, intervals, softmax_scale=softmax_scale, **how)
+        results = exact.values()
+        if dkv["dk"].dtype == torch.bfloat16:
+            finished = super().finish("dkv", exact, dtype=torch.bfloat16, softmax_scale=softmax_scale)
+            results = (result.transpose(1, 2) for result in finished)  # accumulators have heads first
+        for tensor, result in zip(dkv.values(), results, strict=True):
+            tensor.copy_(result)
+
     def finish(
         self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, **how: Any
     ) -> tuple[Tensor, ...]:
         if kind == "out" and acc["out"].dtype == dtype:
             return (acc["out"],)
+        if kind == "dkv" and acc["dk"].dtype == torch.bfloat16:
+            return tuple(tensor.transpose(1, 2).contiguous() for tensor in acc.values())
         return super().finish(kind, acc, dtype=dtype, **how)
 
 
@@ -58,14 +73,29 @@ def test_one_rank_gets_what_the_kernel_wrote(
     assert set(FinishingKernel.seen) == {torch.bfloat16 if tile.ranks == 1 else torch.float32}
 
 
-def test_results_of_one_rank_are_no_views(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_gradients_that_are_still_to_be_added_up_are_not_finished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ranks of a head axis have a copy each of the one key/value head, and a tile of one rank; the sum of
+    both has the bits that it has with any kernel."""
+    case = Case(Tile(1, 1), Shape(B=2, S=37, H=4, H_kv=1, D=8), dtype=torch.bfloat16, heads=2)
+    (expected,) = run_cases([case])
+    FinishingKernel.seen.clear()
+    monkeypatch.setattr(calls, "get_kernel", lambda *_: FinishingKernel())
+    (finished,) = run_cases([case])
+    assert_same_bits(finished, expected)
+    assert set(FinishingKernel.seen) == {torch.bfloat16, torch.float32}, "of out, and of dk and dv"
+
+
+@pytest.mark.parametrize("tile", [Tile(1, 1), Tile(1, 2), Tile(2, 1)], ids=str)
+def test_results_are_no_views(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     """A view would keep the whole accumulator alive, and may not be changed in place."""
     monkeypatch.setattr(calls, "get_kernel", lambda *_: FinishingKernel())
 
     def on_rank(group: Any) -> None:
-        seq = ma.init_attention_mesh(group).sequence(5)
-        x = torch.ones(1, 5, 2, 8, dtype=torch.bfloat16, requires_grad=True)
-        out, lse = ma.mesh_attention(x, x, x, seq, return_lse=True)
-        assert not out._is_view() and not lse._is_view()
+        seq = ma.init_attention_mesh(group, tile=tile).sequence(5)
+        x = torch.ones(1, seq.rows, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+        for result in ma.mesh_attention(x, x, x, seq, return_lse=True):
+            assert not result._is_view() and result.untyped_storage().nbytes() == result.nbytes
 
-    run_ranks(1, on_rank)
+    run_ranks(tile.ranks, on_rank)
