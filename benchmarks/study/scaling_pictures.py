@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 
@@ -15,9 +15,7 @@ from matplotlib.axes import Axes
 from meshattn.command.pictures import draw_timeline
 from meshattn.plan.timeline import Timeline
 from scaling import TOKENS
-
-if TYPE_CHECKING:
-    from scaling_report import Row, Study
+from study.scaling_rows import NAMES, Row, Study
 
 COLORS = {
     "ring": "#d1662a",
@@ -27,7 +25,6 @@ COLORS = {
     "mesh": "#1f6fb2",
     "mesh+heads": "#12406b",
 }
-WORDS = {"usp": "USP", "ulysses": "Ulysses", "mesh": "mesh, tile alone", "mesh+heads": "mesh with head axis"}
 PANELS = [(cluster, heads) for cluster in ("dgx-h200", "a3-high") for heads in ("MHA", "GQA")]
 
 
@@ -64,7 +61,7 @@ def _lines(axis: Axes, cases: list[Mapping[str, Row]], value: Any) -> None:
         points = [(case["ring"].ranks, value(case[method])) for case in cases if method in case]
         if points:
             axis.plot(
-                *zip(*points, strict=True), "o-", color=color, label=WORDS.get(method, method), markersize=3.5
+                *zip(*points, strict=True), "o-", color=color, label=NAMES.get(method, method), markersize=3.5
             )
 
 
@@ -115,7 +112,7 @@ def draw_bytes(study: Study, path: Path) -> None:
                 if method in case:
                     value = getattr(case[method], field) / 2**30
                     spot = 7 * n + place
-                    axis.bar(spot, value, color=color, label=WORDS.get(method, method) if n == 0 else None)
+                    axis.bar(spot, value, color=color, label=NAMES.get(method, method) if n == 0 else None)
                     label = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
                     axis.text(spot, value, label, ha="center", va="bottom", fontsize=6)
         axis.set_xticks([2.5, 9.5], ["MHA", "GQA"])
