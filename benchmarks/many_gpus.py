@@ -3,9 +3,10 @@
     python benchmarks/many_gpus.py --ranks 8
 
 Self-test, links and kernels, tables, slowed links, a million tokens, training: each in processes of its own
-with a limit of its own, so that one that fails or hangs costs nothing but its figures. The report is written
-behind every one of them. With fewer GPUs than ranks the ranks share them, without any they run on the CPU
-(see virtual_cluster.py), and the sizes are small: that tries the script, and its times mean nothing.
+with a limit of its own, so that one that fails or hangs costs nothing but its figures, and all together with
+one of eight minutes. The report is written behind every one of them. With fewer GPUs than ranks the ranks
+share them, without any they run on the CPU (see virtual_cluster.py), and the sizes are small: that tries the
+script, and its times mean nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from meshattn.plan.topology import Topology, load_topology
 from virtual.undertaker import undertaker
 from virtual_cluster import find_gpus, interrupt
 
+EIGHT_MINUTES = 480.0
 _SPARE = 15.0  # seconds beyond its limit for a program that keeps it itself, and says more
 _LINES = 60  # the last ones that a step says, in the report
 
@@ -50,7 +52,7 @@ class Outcome:
     """How a step ended."""
 
     step: Step
-    code: int  # 0 if all is well, 124 past its limit
+    code: int  # 0 if all is well, 124 past its limit, 125 if no time was left for it
     seconds: float
     said: str
 
@@ -179,19 +181,26 @@ def main(arguments: list[str] | None = None) -> int:
     ranks, scale = options.ranks or gpus, scale_of(options.ranks or gpus, gpus)
     if ranks < 2 or ranks % 2:
         parser.error(f"{ranks} ranks, but its cuts need an even number: try --ranks 4")
-    chosen = steps(ranks, scale, options.out)
-    unknown = set(options.only or ()) - {step.name for step in chosen}
+    every = steps(ranks, scale, options.out)
+    unknown = set(options.only or ()) - {step.name for step in every}
     if unknown:
-        parser.error(f"--only {' '.join(unknown)}: steps are {' '.join(step.name for step in chosen)}")
+        parser.error(f"--only {' '.join(unknown)}: steps are {' '.join(step.name for step in every)}")
     signal.signal(signal.SIGTERM, interrupt)
     outcomes: list[Outcome] = []
     try:
+        end = time.monotonic() + EIGHT_MINUTES
         with undertaker(Path(tempfile.mkdtemp())) as mark:
-            for step in chosen:
-                if options.only is None or step.name in options.only:
-                    outcomes.append(run(step, ranks, scale, options.out, mark))
-                    print(f"{step.name}: code {outcomes[-1].code}, {outcomes[-1].seconds:.0f} s", flush=True)
-                    report(outcomes, ranks, scale, options.out)
+            for step in every:
+                if options.only is not None and step.name not in options.only:
+                    continue
+                left = end - _SPARE - time.monotonic()
+                if left > 0:
+                    limited = replace(step, limit=min(step.limit, left))
+                    outcomes.append(run(limited, ranks, scale, options.out, mark))
+                else:
+                    outcomes.append(Outcome(step, 125, 0.0, "no time was left"))
+                print(f"{step.name}: code {outcomes[-1].code}, {outcomes[-1].seconds:.0f} s", flush=True)
+                report(outcomes, ranks, scale, options.out)
     finally:
         print(f"written to {report(outcomes, ranks, scale, options.out, predict=True)}")
     return int(not outcomes or any(outcome.code for outcome in outcomes))
