@@ -119,7 +119,10 @@ def steps(ranks: int, scale: Scale, out: Path) -> list[Step]:
     tested = "" if scale.device == "cuda" else "--dtype float32 --heads 8 --kv-heads 2 --head-dim 16"
     trained = f"{scale.train} --device {scale.device} --lr 3e-4 --warmup 4 --timeout 60"
     mine, nccl = out / TOPOLOGY, out / SOCKETS
-    best = scale.transports.split()[0]
+    best, *others = scale.transports.split()
+    long = long_cuts(ranks)
+    runs = [(cut, best) for cut in long] + [(cut, other) for other in others for cut in long[:2]]
+    long_runs = f"--cut {' '.join(cut for cut, _ in runs)} --transport {' '.join(kind for _, kind in runs)}"
     found = [
         ("self-test", self_test, f"{moved} {tested}", 75, None),
         ("calibrate", "-m", f"meshattn calibrate --out {mine} {scale.blocks}", 45, None),
@@ -135,8 +138,7 @@ def steps(ranks: int, scale: Scale, out: Path) -> list[Step]:
         (
             "million",
             million,
-            f"--seq-len {scale.million} {scale.model} --cut {long_cuts(ranks)} --transport {best} "
-            "--timeout 100",
+            f"--seq-len {scale.million} {scale.model} {long_runs} --timeout 100",
             120,
             None,
         ),
@@ -150,7 +152,7 @@ def steps(ranks: int, scale: Scale, out: Path) -> list[Step]:
     ]
 
 
-def long_cuts(ranks: int) -> str:
+def long_cuts(ranks: int) -> list[str]:
     """For a million tokens: the ring, what the planner takes on GPUs like those of the preset, the squarest
     tile."""
     shape = CallShape(
@@ -158,7 +160,7 @@ def long_cuts(ranks: int) -> str:
         reduce_itemsize=4, acc_itemsize=4, causal=True,
     )  # fmt: skip
     best = choose(ranks, shape, heads=None, topology=load_topology("dgx-h200"))
-    return " ".join(dict.fromkeys(map(name_of, (Cut(1, Tile(1, ranks)), best, Cut(1, squarest(ranks))))))
+    return list(dict.fromkeys(map(name_of, (Cut(1, Tile(1, ranks)), best, Cut(1, squarest(ranks))))))
 
 
 def squarest(ranks: int) -> Tile:

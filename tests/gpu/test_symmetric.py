@@ -35,6 +35,7 @@ TWO_GPUS = (
     Launch("P2-killed-p2p", [*KILLED, "--transport", "p2p", "--nccl"], 2, 2),
     Launch("P2-training", FSDP, 2, 2),
     Launch("P2-8-queues", ["engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}),
+    Launch("P2-32-queues", ["engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "32"}),
     Launch("P2-1-queue", ["race", "engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     Launch("P2-killed-1-queue", KILLED, 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     Launch("P6-shared", ["race", "engine"], 6, 2, env=SHARED),
