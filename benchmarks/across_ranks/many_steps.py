@@ -51,7 +51,7 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             million=2**20,
             slow="--seq-len 32768 --heads 16 --head-dim 64 --dtype bfloat16",
             rate=1000,
-            train=f"--layers 16 --dim 2048 --heads 16 --kv-heads 4 --seq-len {32_768 * ranks} "
+            train=f"--layers 22 --dim 2048 --heads 16 --kv-heads 4 --seq-len {32_768 * ranks} "
             "--dtype bfloat16",
             blocks="--heads 32 16 8 --kv-heads 8 4 2 --rows 4k 16k 32k --head-dim 128",
             transports="symmetric p2p",
@@ -142,8 +142,8 @@ def steps(ranks: int, scale: Scale, out: Path) -> list[Step]:
             120,
             None,
         ),
-        ("train-mesh", train, f"--attention mesh {trained} --steps 10", 80, None),
-        ("train-ring", train, f"--attention ring {trained} --steps 4", 45, None),
+        ("train-mesh", train, f"--attention mesh {trained} --steps 10", 100, None),
+        ("train-ring", train, f"--attention ring {trained} --steps 4", 60, None),
     ]
     kernel = ["--kernel", scale.kernel] if scale.kernel else []
     return [
