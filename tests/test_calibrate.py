@@ -18,7 +18,9 @@ from meshattn.plan.topology import Topology, load_topology
 from meshattn.testing import run_ranks
 from meshattn_kernels.reference import ReferenceKernel
 
-SIZES = Sizes(rows=(8, 16), heads=((6, 2), (1, 1)), head_dim=8, dtype="fp32", messages=(2**10, 2**16))
+SIZES = Sizes(
+    rows=(8, 16), heads=((6, 2), (1, 1)), head_dim=8, dtype="fp32", messages=(2**10, 2**16), more=((4, 2, 1),)
+)
 
 
 def test_ranks_agree_on_a_topology_that_can_be_planned_with(tmp_path: Path) -> None:
@@ -28,7 +30,9 @@ def test_ranks_agree_on_a_topology_that_can_be_planned_with(tmp_path: Path) -> N
     assert (topology.name, topology.gpus_per_node, topology.inside.sm_share) == ("mine", 3, 0.0)
     sizes = {(b.rows, b.heads, b.kv_heads, b.causal) for b in topology.kernels.blocks}
     assert sizes == {
-        (rows, *heads, causal) for rows in (8, 16) for heads in SIZES.heads for causal in (True, False)
+        (*block, causal)
+        for block in ((8, 6, 2), (8, 1, 1), (16, 6, 2), (16, 1, 1), (4, 2, 1))
+        for causal in (True, False)
     }
     table = topology.kernels
     assert (table.dtype, topology.inside.copy_engines) == ("fp32", False)
@@ -99,7 +103,7 @@ def test_a_block_that_one_rank_has_no_memory_for_is_refused_by_all() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ReferenceKernel, "backward", run)
             with pytest.raises(
-                ValueError, match=r"8 rows of 6 heads .*rank 1.*--rows or fewer --heads"
+                ValueError, match=r"8 rows of 6 heads .*rank 1.*--rows, --heads or --block"
             ) as said:
                 calibrate(SIZES, torch.device("cpu"))
         return str(said.value)
@@ -111,11 +115,12 @@ def test_a_block_that_one_rank_has_no_memory_for_is_refused_by_all() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"rows": (8, 2**20)}, "--rows has 1048576, but with 6 of --heads at most"),
-        ({"head_dim": 2**40}, "--rows or --heads"),
+        ({"rows": (8, 2**20)}, "block of 1048576 rows and 6 heads .*with as many heads give at most"),
+        ({"head_dim": 2**40}, "--rows, --heads or --block"),
+        ({"rows": (), "more": ((2**18, 1, 1),)}, "block of 262144 rows and 1 heads"),
         ({"messages": (1, 2**60)}, "--messages"),
     ],
-    ids=["long", "large", "messages"],
+    ids=["long", "large", "block", "messages"],
 )
 def test_sizes_that_cannot_be_measured_are_refused_before_anything_is(
     changed: dict[str, Any], said: str

@@ -31,6 +31,15 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-heads", type=int, nargs="+", help="of each of --heads, in their order (default: as many)"
     )
+    parser.add_argument(
+        "--block",
+        type=size,
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("ROWS", "HEADS", "KV_HEADS"),
+        help="one more block; without --rows those given so alone, as `meshattn plan` asks for them",
+    )
     parser.add_argument("--head-dim", type=int, default=128, help="head size (default 128)")
     parser.add_argument(
         "--dtype", choices=ITEMSIZES, help="type of q, k, v (default bf16 on GPUs, fp32 on CPUs)"
@@ -69,6 +78,14 @@ def calibrate_command(args: argparse.Namespace) -> str:
         check_most("heads", number)
         if min(number, shared) < 1 or number % shared:
             raise ValueError(f"--kv-heads has {shared} for {number} of --heads, but must divide them")
+    for rows, number, shared in args.block:
+        check_most("rows", rows)
+        check_most("heads", number)
+        if shared < 1 or number % shared:
+            raise ValueError(
+                f"--block {rows} {number} {shared}: the {shared} key/value heads must divide the "
+                f"{number} query heads"
+            )
     check_head_dim(args.head_dim)
     for rows in args.rows:
         check_most("rows", rows)
@@ -77,7 +94,8 @@ def calibrate_command(args: argparse.Namespace) -> str:
             f"--messages is {args.messages[0]} {args.messages[1]}, but the second must be larger"
         )
     device = join()
-    sizes = sizes_of(device, args.rows, heads, args.head_dim, args.dtype, args.messages)
+    blocks = [(rows, number, shared) for rows, number, shared in args.block]
+    sizes = sizes_of(device, args.rows, heads, args.head_dim, args.dtype, args.messages, blocks)
     topology = calibrate(
         sizes,
         device,

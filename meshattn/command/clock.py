@@ -12,6 +12,8 @@ from functools import partial
 import torch
 
 REPEATS = 7
+LONG_SECONDS = 0.3
+"""Of a run: so long ones are repeated twice, as they have no start to speak of."""
 SETTLE_SECONDS = 0.04
 """A GPU takes some tens of milliseconds to lower its clock to what lasting load leaves it."""
 CYCLES = 2e9
@@ -36,7 +38,8 @@ class Clock:
         """The median over the runs, and over the ranks."""
         run()
         if self.device.type != "cuda":
-            return self.agree(statistics.median(self._host_us(run) for _ in range(REPEATS)))
+            whole = self.agree(self._host_us(run)) / 1e6
+            return self.agree(statistics.median(self._host_us(run) for _ in range(_repeats(whole))))
         torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
         run()
@@ -45,7 +48,7 @@ class Clock:
         whole = self.agree(time.perf_counter() - begin)
         settle, batch = min(10, round(SETTLE_SECONDS / whole)), 10 if whole < 2e-3 else 1
         lead = round(CYCLES * min(3 * (settle + batch) * host + 1e-4, 0.5))
-        spent = [self._device_us(run, settle, batch, lead) for _ in range(REPEATS)]
+        spent = [self._device_us(run, settle, batch, lead) for _ in range(_repeats(whole))]
         self.queued.setdefault(kind, []).append(statistics.median(host for _, host in spent))
         middle = statistics.median(device for device, _ in spent)
         assert math.isfinite(middle)
@@ -80,3 +83,7 @@ class Clock:
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e3 / batch, host * 1e6 / batch
+
+
+def _repeats(seconds: float) -> int:
+    return REPEATS if seconds < LONG_SECONDS else 2

@@ -30,7 +30,7 @@ from meshattn.command.blocks import Block, BlockSize, workspace_of
 from meshattn.command.clock import Clock
 from meshattn.command.progress import Progress
 from meshattn.mesh import AttentionMesh, init_attention_mesh
-from meshattn.plan.kernel_times import BlockPass, BlockTime, KernelTimes, Origin
+from meshattn.plan.kernel_times import MOST_WORK, BlockPass, BlockTime, KernelTimes, Origin
 from meshattn.plan.prediction import size_of
 from meshattn.plan.topology import Link, Topology
 from meshattn.transport.base import Message, Transport
@@ -40,8 +40,8 @@ KINDS: dict[BlockPass, str] = {
     "forward": "forward", "merging": "forward", "backward": "backward", "adding": "backward"
 }  # fmt: skip
 """Passes that take the host as long to queue."""
-MOST_WORK = {"cuda": 2**43, "cpu": 2**33}
-"""Heads times squared rows of a block: its passes take minutes, with all repeats, on a fast device."""
+MOST_WORK_OF_CPU = 2**33
+"""As `MOST_WORK`, which is that of a GPU."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -56,14 +56,16 @@ class Sizes:
     dtype: str = "fp32"
     """Of q, k and v: a name of `ITEMSIZES`."""
     messages: tuple[int, int] = (2**16, 2**24)
+    more: tuple[tuple[int, int, int], ...] = ()
+    """Blocks by rows, query heads and key/value heads, beside all of ``rows`` with all of ``heads``."""
 
     @property
     def blocks(self) -> list[BlockSize]:
         """In the order in which they are measured."""
+        crossed = [(rows, *heads) for rows in self.rows for heads in self.heads]
         return [
             BlockSize(rows, heads, kv_heads, self.head_dim, DTYPES[self.dtype], causal)
-            for rows in self.rows
-            for heads, kv_heads in self.heads
+            for rows, heads, kv_heads in dict.fromkeys([*crossed, *self.more])
             for causal in (True, False)
         ]
 
@@ -118,11 +120,11 @@ def _check_sizes(mesh: AttentionMesh, sizes: Sizes, device: torch.device, kernel
     """Before anything is measured."""
     gpu = device.type == "cuda"
     longest = max(sizes.blocks, key=lambda block: block.rows**2 * block.heads)
-    most = math.isqrt(MOST_WORK[device.type] // longest.heads)
+    most = math.isqrt((MOST_WORK if gpu else MOST_WORK_OF_CPU) // longest.heads)
     if longest.rows > most:
         raise ValueError(
-            f"--rows has {longest.rows}, but with {longest.heads} of --heads at most {most} can be timed on "
-            f"a {'GPU' if gpu else 'CPU'} in minutes"
+            f"a block of {longest.rows} rows and {longest.heads} heads (--rows with --heads, or --block) "
+            f"would take a {'GPU' if gpu else 'CPU'} long: with as many heads give at most {most} rows"
         )
     if gpu:
         own = torch.cuda.get_device_properties(device).total_memory
@@ -132,7 +134,7 @@ def _check_sizes(mesh: AttentionMesh, sizes: Sizes, device: torch.device, kernel
     largest = max(sizes.blocks, key=lambda block: block.num_bytes(kernel))
     tensors = f"the tensors of {largest.rows} rows and {largest.heads} heads"
     for what, need, options in (
-        (tensors, largest.num_bytes(kernel), "--rows or --heads"),
+        (tensors, largest.num_bytes(kernel), "--rows, --heads or --block"),
         ("messages", 2 * sizes.messages[1], "--messages"),
     ):
         if need > have:
@@ -285,8 +287,8 @@ def _fitting(mesh: AttentionMesh, kernel: AttentionKernel, size: BlockSize, devi
     if any(lacking):
         raise ValueError(
             f"a block of {size}, does not fit into the memory of rank {lacking.index(1.0)}, with what kernel "
-            f"{kernel.name} keeps for itself and what other ranks have there: give smaller --rows or fewer "
-            "--heads"
+            f"{kernel.name} keeps for itself and what other ranks have there: give fewer rows or heads by "
+            "--rows, --heads or --block"
         )
     assert block is not None
     return block
@@ -306,10 +308,13 @@ def sizes_of(
     head_dim: int,
     dtype: str | None = None,
     messages: Sequence[int] | None = None,
+    more: Sequence[tuple[int, int, int]] = (),
 ) -> Sizes:
     """What was asked for, else what the device can do in some seconds."""
     gpu = device.type == "cuda"
-    default = (512, 1024, 2048, 4096, 8192, 16384) if gpu else (64, 128, 256, 512)
+    default: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384) if gpu else (64, 128, 256, 512)
     small, large = messages or ((2**16, 2**26) if gpu else (2**14, 2**21))
     dtype = dtype or ("bf16" if gpu else "fp32")
-    return Sizes(tuple(rows) or default, tuple(heads), head_dim, dtype, (small, large))
+    if more and not rows:
+        default = ()
+    return Sizes(tuple(rows) or default, tuple(heads), head_dim, dtype, (small, large), tuple(more))

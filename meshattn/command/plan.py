@@ -101,7 +101,7 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
     shown = [each for n, each in enumerate(found) if n < args.show or each.is_ring or each.is_ulysses]
     say('what "auto" takes')
     taken = taken_by_auto(question, args.seq_len, args.heads_axis)
-    outside = coverage(question, shown, args.dtype)
+    outside = coverage(question, [*shown, *(each.prediction for each in taken)], args.dtype)
     if args.json:
         said: dict[str, object] = {
             "why": why(found),

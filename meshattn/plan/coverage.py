@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .cost import CallShape
+from .kernel_times import MOST_WORK
 from .planner import Question
 from .prediction import Prediction
 
@@ -15,19 +16,24 @@ SAID = 3
 
 @dataclass(frozen=True)
 class Coverage:
-    """``lacking`` is what the table of kernel times does not have, in words; ``command`` measures it."""
+    """``lacking`` is what the table of kernel times does not have, in words; ``command`` measures a table
+    that has everything, but for ``beyond``: blocks that are too large to be timed."""
 
     lacking: tuple[str, ...]
     command: str
+    beyond: int = 0
 
     def text(self, kernels: str) -> str:
         """For people; empty if nothing is lacking. ``kernels`` says where the table comes from."""
         if not self.lacking:
             return ""
         more = f", and {len(self.lacking) - SAID} more" if len(self.lacking) > SAID else ""
+        text = f"Extrapolated from the kernel times ({kernels}): {', '.join(self.lacking[:SAID])}{more}."
+        if not self.command:
+            return f"{text} To measure blocks of these sizes would take long."
+        but = f" but {self.beyond}, which would take long" if self.beyond else ""
         return (
-            f"Extrapolated from the kernel times ({kernels}): {', '.join(self.lacking[:SAID])}{more}. To "
-            f"measure them, on ranks of this cluster:\n{self.command}"
+            f"{text} To measure all blocks of the cuts above{but}, on ranks of this cluster:\n{self.command}"
         )
 
 
@@ -38,28 +44,24 @@ def coverage(question: Question, found: Sequence[Prediction], dtype: str) -> Cov
     if table.dtype != dtype:
         named = "a type that their file does not say" if table.dtype is None else table.dtype
         lacking[f"{dtype} (the table has {named})"] = None
-    blocks: dict[CallShape, None] = dict.fromkeys(question.inner(each.cut, each.order) for each in found)
+    blocks = dict.fromkeys(question.inner(each.cut, each.order) for each in found)
     if not lacking:
-        blocks = {inner: None for inner in blocks if _lacks(question, inner)}
-    for inner in blocks:
-        lacking |= dict.fromkeys(_lacks(question, inner))
+        lacking = dict.fromkeys(text for inner in blocks for text in _lacks(question, inner))
     if not lacking:
         return Coverage((), "")
-    heads = sorted(
-        {(shape.batch * shape.heads, shape.batch * shape.kv_heads) for shape in blocks}, reverse=True
-    )
-    sizes = sorted({shape.rows for shape in blocks})
-    options: dict[str, Sequence[object]] = {
-        "--dtype": [dtype],
-        "--head-dim": [max(question.shape.head_dim, question.shape.head_dim_v)],
-        "--heads": [number for number, _ in heads],
-        "--kv-heads": [number for _, number in heads],
-        "--rows": sizes,
-    }
-    words = " ".join(f"{name} {' '.join(map(str, values))}" for name, values in options.items())
+    # A file stands for itself: it has to have all blocks. Some lists compute a block in two parts.
+    blocks |= dict.fromkeys(replace(inner, rows=-(-inner.rows // 2)) for inner in blocks if inner.rows > 1)
+    sizes = sorted({(s.rows, s.batch * s.heads, s.batch * s.kv_heads) for s in blocks})
+    timed = [(rows, heads, kv_heads) for rows, heads, kv_heads in sizes if heads * rows**2 <= MOST_WORK]
+    options = [
+        f"--dtype {dtype}",
+        f"--head-dim {max(question.shape.head_dim, question.shape.head_dim_v)}",
+        *(f"--block {rows} {heads} {kv_heads}" for rows, heads, kv_heads in timed),
+    ]
     ranks = min(question.ranks, question.topology.gpus_per_node)
     start = f"torchrun --nproc-per-node {ranks} -m meshattn calibrate --out measured.json"
-    return Coverage(tuple(lacking), f"    {start} {words}")
+    command = "    " + " ".join([start, *options]) if timed else ""
+    return Coverage(tuple(lacking), command, len(sizes) - len(timed))
 
 
 def _lacks(question: Question, inner: CallShape) -> tuple[str, ...]:

@@ -26,6 +26,9 @@ BLOCK_PASSES: tuple[BlockPass, ...] = ("forward", "merging", "backward", "adding
 MOST = 2**50
 """Of every size and of bytes, so that their products are numbers to compute with."""
 
+MOST_WORK = 2**45
+"""Heads times squared rows of a block that anyone would time: its passes take some minutes on a large GPU."""
+
 Curve = Sequence[tuple[float, float]]
 """(logarithm of a size, logarithm of a rate), by size."""
 

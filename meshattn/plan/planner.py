@@ -223,6 +223,12 @@ def plan(
         for cut in cuts(question.ranks, question.shape, heads)
         for order in cut.orders(question.topology.gpus_per_node)
     ]
+    if not every:
+        numbers = sorted({cut.heads for cut in cuts(question.ranks, question.shape)})
+        raise ValueError(
+            f"{heads} ranks of the head axis must divide the {question.ranks} ranks and the "
+            f"{question.shape.heads} heads: give one of {', '.join(map(str, numbers))}"
+        )
     every = _within(question, every, memory_limit)
     found = rank_candidates(question, every, at_least=at_least, placements=placements, say=say)
     for wanted in (Cut(1, Tile(1, question.ranks)), Cut(question.ranks, Tile(1, 1))):
@@ -235,11 +241,6 @@ def plan(
 def _within(
     question: Question, every: list[tuple[Cut, tuple[MeshAxis, ...]]], limit: int | None
 ) -> list[tuple[Cut, tuple[MeshAxis, ...]]]:
-    if not every:
-        raise ValueError(
-            f"{question.ranks} ranks and {question.shape.heads} heads allow no such cut: the ranks of the "
-            "head axis must divide both"
-        )
     fitting = [each for each in every if limit is None or question.memory(*each) <= limit]
     if not fitting:
         least, order = min(every, key=lambda each: question.memory(*each))
