@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cases import Shape
-from distributed import Case
+from mesh_cases import Case
 from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape, traffic
 from meshattn.plan.heads import exchange, head_groups, inner_shape

@@ -10,7 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from cases import Results, Shape
-from distributed import LAYOUTS, Case, Packed, assemble, eager, oracle, run_cases
+from distributed import assemble, run_cases
+from mesh_cases import LAYOUTS, Case, Packed, eager, oracle
 from meshattn.plan.assignment import tiles
 from tolerance import bound, error
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import distributed
 from cases import Inputs, Results
-from distributed import Case, assemble, run_cases
+from distributed import assemble, run_cases
+from mesh_cases import Case
 
 
 def results_of(case: Case, inputs: Inputs, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Results:

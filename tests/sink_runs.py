@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cases import Results
-from distributed import Case, assemble, build_mesh, inputs_of, run_with_sinks, score_options, sinks_of
+from distributed import assemble, build_mesh, run_with_sinks
+from mesh_cases import Case, inputs_of, score_options, sinks_of
 from meshattn import reference
 from meshattn.testing import run_ranks
 

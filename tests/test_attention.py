@@ -11,17 +11,8 @@ import pytest
 import torch
 
 from cases import Results, Shape
-from distributed import (
-    LAYOUTS,
-    SMALL,
-    Case,
-    assemble,
-    assert_same_bits,
-    check_cases,
-    oracle,
-    run_cases,
-    with_length,
-)
+from distributed import assemble, assert_same_bits, check_cases, run_cases
+from mesh_cases import LAYOUTS, SMALL, Case, oracle, with_length
 from meshattn.layouts import LayoutKind
 from meshattn.plan.assignment import Tile, tiles
 

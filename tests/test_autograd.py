@@ -20,17 +20,15 @@ import meshattn as ma
 from cases import Results, Shape
 from distributed import (
     Backend,
-    Case,
-    Packed,
     assemble,
     assert_equals_oracle,
     assert_same_bits,
-    inputs_of,
     local_inputs,
     local_rows,
     run_cases,
     sequences,
 )
+from mesh_cases import Case, Packed, inputs_of
 from meshattn import reference
 from meshattn.engine import row_terms
 from meshattn.mesh import AttentionMesh

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from distributed import Case, check_cases
+from distributed import check_cases
 from mask_cases import mask_cases
+from mesh_cases import Case
 from meshattn.plan import CallShape, Costs, Direction, Tile, build, check, makespan, tiles
 from meshattn.plan.cost import NOMINAL, Pace, costs
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import meshattn as ma
-from distributed import LAYOUTS, Packed
+from mesh_cases import LAYOUTS, Packed
 from meshattn import masks
 from meshattn.agreement import Agreement, RankMismatchError
 from meshattn.documents import Documents, PackedDocuments

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import meshattn as ma
 from cases import Shape, make_inputs
-from distributed import LAYOUTS, Case, assert_same_bits, build_mesh, check_cases, run_cases
+from distributed import assert_same_bits, build_mesh, check_cases, run_cases
+from mesh_cases import LAYOUTS, Case
 from meshattn import reference
 from meshattn.dropout import chunk_affine
 from meshattn.layouts import Layout, LayoutKind

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import meshattn as ma
 from cases import Shape
-from distributed import Case, assert_same_bits, run_cases
+from distributed import assert_same_bits, run_cases
+from mesh_cases import Case
 from meshattn import calls
 from meshattn.plan.assignment import Tile
 from meshattn.testing import run_ranks

@@ -15,15 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import meshattn as ma
 from cases import Results, Shape, make_inputs
-from distributed import (
-    LAYOUTS,
-    Case,
-    assert_equals_oracle,
-    assert_same_bits,
-    check_cases,
-    run_case,
-    run_cases,
-)
+from distributed import assert_equals_oracle, assert_same_bits, check_cases, run_case, run_cases
+from mesh_cases import LAYOUTS, Case
 from meshattn.plan.assignment import Tile, tiles
 from meshattn.testing import run_ranks
 

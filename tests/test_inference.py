@@ -11,7 +11,7 @@ import torch
 
 import meshattn as ma
 from cases import Shape, make_inputs
-from distributed import LAYOUTS
+from mesh_cases import LAYOUTS
 from meshattn import reference
 from meshattn.layouts import LayoutKind
 from meshattn.testing import run_ranks

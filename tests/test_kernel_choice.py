@@ -10,7 +10,8 @@ import torch
 
 import meshattn as ma
 from cases import Shape
-from distributed import Case, assert_same_bits, check_cases, run_cases
+from distributed import assert_same_bits, check_cases, run_cases
+from mesh_cases import Case
 from meshattn import calls
 from meshattn.layouts import LayoutKind
 from meshattn.plan.assignment import Tile

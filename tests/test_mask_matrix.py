@@ -10,15 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from cases import Results, Shape
-from distributed import (
-    LAYOUTS,
-    Case,
-    Packed,
-    assert_same_bits,
-    check_cases,
-    run_cases,
-)
+from distributed import assert_same_bits, check_cases, run_cases
 from mask_cases import check_lower_type, low_precision_cases, mask_cases
+from mesh_cases import LAYOUTS, Case, Packed
 from meshattn.layouts import LayoutKind
 from meshattn.plan.assignment import Tile
 

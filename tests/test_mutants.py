@@ -12,7 +12,8 @@ from torch import Tensor
 
 import meshattn as ma
 from cases import Shape
-from distributed import Case, assert_equals_oracle, run_case
+from distributed import assert_equals_oracle, run_case
+from mesh_cases import Case
 from meshattn import engine, masks
 from meshattn.layouts import Layout
 from meshattn.masks import MaskRule

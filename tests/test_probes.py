@@ -8,7 +8,8 @@ import pytest
 
 import distributed
 from cases import Shape
-from distributed import Case, Packed, assert_same_bits, inputs_of, run_cases
+from distributed import assert_same_bits, run_cases
+from mesh_cases import Case, Packed, inputs_of
 from meshattn.plan.assignment import Tile
 from meshattn.reference import visible_pairs
 from probes import changed, results_of, with_token

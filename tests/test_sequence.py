@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import meshattn as ma
-from distributed import LAYOUTS, Backend
+from distributed import Backend
+from mesh_cases import LAYOUTS
 from meshattn.layouts import LayoutKind
 from meshattn.testing import run_ranks
 

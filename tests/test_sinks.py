@@ -12,8 +12,9 @@ from torch import Tensor
 
 import meshattn as ma
 from cases import Results, Shape
-from distributed import Case, Packed, inputs_of, local_inputs, sequences, sinks_of
+from distributed import local_inputs, sequences
 from mask_cases import mask_cases
+from mesh_cases import Case, Packed, inputs_of, sinks_of
 from meshattn import reference
 from meshattn.plan.assignment import Tile, tiles
 from meshattn.sinks import add_sinks

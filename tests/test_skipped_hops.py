@@ -8,7 +8,8 @@ import pytest
 
 import meshattn as ma
 from cases import Shape
-from distributed import LAYOUTS, Case, Packed, assert_equals_oracle, check_cases, run_case
+from distributed import assert_equals_oracle, check_cases, run_case
+from mesh_cases import LAYOUTS, Case, Packed
 from meshattn.documents import Documents
 from meshattn.masks import MaskRule, visible_blocks
 from meshattn.plan.assignment import Tile

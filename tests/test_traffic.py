@@ -16,7 +16,8 @@ from torch import Tensor
 
 import meshattn as ma
 from cases import Shape
-from distributed import Case, run_case
+from distributed import run_case
+from mesh_cases import Case
 from meshattn import engine
 from meshattn.plan.assignment import Tile, tiles
 from meshattn.plan.cost import CallShape, memory, total_bytes, traffic

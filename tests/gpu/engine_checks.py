@@ -14,8 +14,9 @@ from torch import Tensor
 
 import meshattn as ma
 from cases import Results, Shape
-from distributed import LAYOUTS, Case, assert_equals_oracle, assert_same_bits, run_case
+from distributed import assert_equals_oracle, assert_same_bits, run_case
 from gpu.rank_talk import say
+from mesh_cases import LAYOUTS, Case
 from meshattn.plan import tiles
 
 EXACT = (Shape(B=2, S=157, H=6, H_kv=3, D=64), Shape(B=1, S=89, H=4, H_kv=1, D=32, D_v=16))

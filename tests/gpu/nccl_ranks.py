@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 import meshattn as ma
 from cases import Results, Shape
-from distributed import LAYOUTS, Case, assert_equals_oracle, assert_same_bits, build_mesh, run_case
+from distributed import assert_equals_oracle, assert_same_bits, build_mesh, run_case
 from head_cases import formula
+from mesh_cases import LAYOUTS, Case
 from meshattn.plan import Tile, tiles
 from test_skipped_hops import expected_counts
 from test_traffic import counted

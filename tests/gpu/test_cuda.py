@@ -9,7 +9,8 @@ import torch
 
 import meshattn as ma
 from cases import Shape
-from distributed import Case, Packed, assert_same_bits, check_cases, run_cases
+from distributed import assert_same_bits, check_cases, run_cases
+from mesh_cases import Case, Packed
 from meshattn.plan import Tile
 from meshattn_kernels.rules import RULES, Platform, Request
 

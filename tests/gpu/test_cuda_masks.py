@@ -17,8 +17,9 @@ import torch
 import distributed
 import sink_runs
 from cases import Inputs, Results, Shape
-from distributed import LAYOUTS, Case, Packed, assert_same_bits, inputs_of, run_cases, sinks_of
+from distributed import assert_same_bits, run_cases
 from mask_cases import check_lower_type
+from mesh_cases import LAYOUTS, Case, Packed, inputs_of, sinks_of
 from meshattn.plan.assignment import Tile, tiles
 from meshattn.reference import visible_pairs
 from probes import changed, results_of, with_token

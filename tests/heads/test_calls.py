@@ -11,12 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import meshattn as ma
 from cases import make_inputs
-from distributed import (
-    LAYOUTS,
-    build_mesh,
-    local_inputs,
-)
+from distributed import build_mesh, local_inputs
 from head_cases import GROUPED, SHAPE, Axes, axes_id, head_case
+from mesh_cases import LAYOUTS
 from meshattn import reference
 from meshattn.layouts import Layout, LayoutKind
 from meshattn.testing import run_ranks

@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 import meshattn as ma
-from distributed import (
-    build_mesh,
-    run_case,
-    run_cases,
-)
+from distributed import build_mesh, run_case, run_cases
 from head_cases import GROUPED, SHAPE, Axes, axes_id, formula, head_case, outside_shape
 from meshattn import engine, heads
 from meshattn.plan.heads import exchange_memory, head_groups

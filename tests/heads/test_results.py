@@ -9,16 +9,9 @@ import pytest
 import torch
 
 from cases import Shape
-from distributed import (
-    LAYOUTS,
-    Case,
-    Packed,
-    assert_equals_oracle,
-    assert_same_bits,
-    check_cases,
-    run_cases,
-)
+from distributed import assert_equals_oracle, assert_same_bits, check_cases, run_cases
 from head_cases import GROUPED, SHAPE, Axes, axes_id, head_case
+from mesh_cases import LAYOUTS, Case, Packed
 from meshattn import heads
 from meshattn.plan.assignment import Tile, tiles
 

@@ -10,7 +10,8 @@ import torch
 
 import meshattn as ma
 from cases import Shape, make_inputs
-from distributed import Case, Packed, check_cases
+from distributed import check_cases
+from mesh_cases import Case, Packed
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cases import Shape
-from distributed import Case, assert_equals_oracle, run_cases
+from distributed import assert_equals_oracle, run_cases
+from mesh_cases import Case
 from meshattn import calls
 from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape, pays_to_share

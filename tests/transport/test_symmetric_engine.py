@@ -13,8 +13,9 @@ from torch import Tensor
 
 import meshattn as ma
 from cases import Shape
-from distributed import Case, Packed, assert_equals_oracle, assert_same_bits, run_cases
+from distributed import assert_equals_oracle, assert_same_bits, run_cases
 from fake_streams import SharedMemory, Threaded
+from mesh_cases import Case, Packed
 from meshattn.plan.assignment import Tile, tiles
 from meshattn.plan.hops import Paths
 from meshattn.testing import run_ranks
