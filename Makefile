@@ -42,7 +42,9 @@ test: $(ENV)
 test-slow: $(ENV)
 	$(RUN) -m pytest -m "slow and not gpu and not multigpu" --timeout 3600
 
+# Without a GPU every test would be skipped, which looks like success.
 test-gpu: $(ENV)
+	@$(RUN) -c "import sys, torch; torch.cuda.is_available() or sys.exit('make test-gpu: torch finds no CUDA device here')"
 	$(RUN) -m pytest -m "gpu or multigpu"
 
 # Half an hour on two cores. The tests compile a covering set.
