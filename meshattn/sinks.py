@@ -36,5 +36,5 @@ def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     lse and delta [B, H, C] of the rows with their sinks; delta is 0 or finite where lse is -inf.
     """
     logits = sinks.detach().to(lse.dtype).view(1, -1, 1)
-    p = torch.exp(logits - lse).masked_fill_(lse == -math.inf, 0.0)
+    p = torch.exp(logits - lse)
     return -(p * delta).masked_fill_(lse == -math.inf, 0.0).sum((0, 2)).to(sinks.dtype)

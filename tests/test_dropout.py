@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 from torch.utils.checkpoint import checkpoint
 
 import meshattn as ma
@@ -16,7 +17,8 @@ from cases import Shape, make_inputs
 from distributed import assert_same_bits, build_mesh, check_cases, run_cases
 from mesh_cases import LAYOUTS, Case
 from meshattn import reference
-from meshattn.dropout import chunk_affine
+from meshattn.agreement import Agreement
+from meshattn.dropout import DropoutSeeds, chunk_affine
 from meshattn.layouts import Layout, LayoutKind
 from meshattn.masks import chunk_positions
 from meshattn.plan.assignment import Tile, tiles
@@ -294,3 +296,14 @@ def test_a_rank_that_draws_where_others_give_raises_at_once() -> None:
             ma.mesh_attention(x, x, x, seq, dropout_p=0.1, dropout_seed=None if mesh.rank == 1 else 7)
 
     run_ranks(3, on_rank)
+
+
+def test_seeds_are_compared_ever_more_rarely_and_never_no_more() -> None:
+    agreement = Agreement(HashStore(), 0, [0], 5.0)
+    seeds, found = DropoutSeeds(agreement), list[int]()
+    for number in range(1, 3 * 1024 + 1):
+        before = agreement.compared
+        assert seeds.next(number, torch.device("cpu")) == number
+        if agreement.compared > before:
+            found.append(number)
+    assert found == [*(2**n for n in range(12)), 3 * 1024]
