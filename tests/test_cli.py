@@ -207,6 +207,7 @@ def test_plan_says_what_is_best_and_why(capsys: pytest.CaptureFixture[str], tmp_
     assert sorted(found["candidates"][0]["group"]) == list(range(6))
     absent = out(capsys, "plan --ranks 6 --heads 4 --topology dgx-h200")
     assert "Ulysses alone cannot be: 6 ranks cannot share 4 heads" in absent
+    assert "Plain ring is left out by the limits given" in out(capsys, f"{PLAN} --heads-axis 2")
     assert json.loads(trace.read_text())["traceEvents"]
     forward = json.loads(out(capsys, f"{PLAN} --forward --json"))["candidates"][0]
     assert forward["total_us"] < times[0] / 2

@@ -153,11 +153,12 @@ def _mask(args: argparse.Namespace, shape: CallShape) -> Callable[[int], Mask] |
 def _absent(question: Question, found: Sequence[Prediction]) -> str:
     """Why a known method is not in the table."""
     ranks, heads = question.ranks, question.shape.heads
+    said = "" if any(each.is_ring for each in found) else " Plain ring is left out by the limits given."
     if ranks == 1 or any(each.is_ulysses for each in found):
-        return ""
+        return said
     if heads % ranks:
-        return f" Ulysses alone cannot be: {ranks} ranks cannot share {heads} heads."
-    return " Ulysses alone is left out by the limits given."
+        return f"{said} Ulysses alone cannot be: {ranks} ranks cannot share {heads} heads."
+    return f"{said} Ulysses alone is left out by the limits given."
 
 
 def _code(best: Prediction, topology: str) -> str:

@@ -109,7 +109,7 @@ def why(found: Sequence[Prediction]) -> str:
     text = f"{start}: kernels alone take {share:.0f} % of its {best.total_us / 1e3:.1f} ms"
     rivals = [each for each in others if each.cut != best.cut]
     if not rivals:
-        return text + ", and there is no other way to cut"
+        return text + ", and there is no other cut to choose from"
     named = dict.fromkeys([rivals[0], *(each for each in rivals if each.is_ring)])
     return "; ".join([text, *(_against(best, each) for each in named)])
 
@@ -147,4 +147,6 @@ def _sent(best: Prediction, other: Prediction) -> str:
 
 def size_of(num_bytes: int) -> str:
     """In words."""
+    if num_bytes < 2**20:
+        return f"{num_bytes / 2**10:.1f} KiB"
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
