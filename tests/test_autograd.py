@@ -29,11 +29,12 @@ from distributed import (
     sequences,
 )
 from mesh_cases import Case, Packed, inputs_of
-from meshattn import reference
+from meshattn import calls, reference
 from meshattn.engine import row_terms
 from meshattn.mesh import AttentionMesh
 from meshattn.plan.assignment import Tile
 from meshattn.testing import run_ranks
+from meshattn_kernels.reference import ReferenceKernel
 from tolerance import assert_close
 
 CASE = Case(Tile(2, 2), Shape(B=2, S=14, H=4, H_kv=2, D=8, D_v=16))
@@ -231,6 +232,30 @@ def test_autocast_takes_its_type() -> None:
     ]
     # The same draws, rounded: bfloat16 inputs of the same seed.
     assert_equals_oracle(low, rounded)
+
+
+def test_no_kernel_runs_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would round what the engine gives it in the accumulator type."""
+    seen: list[tuple[str, bool]] = []
+
+    class Watched(ReferenceKernel):
+        def forward(self, *given: Any, **how: Any) -> None:
+            seen.append(("forward", torch.is_autocast_enabled("cpu")))
+            super().forward(*given, **how)
+
+        def backward(self, *given: Any, **how: Any) -> None:
+            seen.append(("backward", torch.is_autocast_enabled("cpu")))
+            super().backward(*given, **how)
+
+    monkeypatch.setattr(calls, "get_kernel", lambda *_: Watched())
+
+    def on_rank(mesh: AttentionMesh) -> None:
+        (q, k, v), do = _leaves(CASE, mesh.rank)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.autograd.grad(_attend(mesh, CASE, q, k, v), (q, k, v), do)
+
+    _on_ranks(CASE, on_rank)
+    assert set(seen) == {("forward", False), ("backward", False)}
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved-tensor-hooks", "reentrant"])

@@ -119,6 +119,18 @@ def test_the_whole_gradient_on_every_rank(tile: Tile) -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
+def test_parts_are_rounded_when_they_are_added_up() -> None:
+    """Not before: 256 + 1 is 256 in bfloat16."""
+
+    def on_rank(group: Any) -> Tensor:
+        mesh = ma.init_attention_mesh(group)
+        weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+        part = ma.replicated(weight, mesh) * (256 if mesh.rank == 0 else 1)
+        return torch.autograd.grad(part.sum(), weight)[0]
+
+    assert all(torch.equal(x, torch.tensor([259.0]).bfloat16()) for x in run_ranks(4, on_rank))
+
+
 def test_what_cannot_be_replicated_is_refused() -> None:
     def on_rank(group: Any) -> None:
         mesh = ma.init_attention_mesh(group)
