@@ -30,7 +30,7 @@ FIRST_MIX, LAST_MIX = tl.constexpr(dropout.MIX[0]), tl.constexpr(dropout.MIX[1])
 
 @triton.jit
 def tanh(x):
-    """To some 1e-7 of its value, which a large softcap multiplies: near 0 by a polynomial (Cephes)."""
+    """To 6e-7 of its value, which a large softcap multiplies: near 0 by a polynomial (Cephes)."""
     square = x * x
     small = -5.70498872745e-3 * square + 2.06390887954e-2
     small = small * square - 5.37397155531e-2
