@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshattn.packing import as_bytes
 from meshattn.transport.base import Exchange, Message, Transport, TransportError
 from meshattn.transport.nccl import NcclGroup, unrecorded
 from meshattn.transport.patience import within
@@ -25,7 +24,7 @@ _GRAPH_GRACE = 10.0  # seconds that a communicator may take to go which graphs h
 
 @dataclass(frozen=True)
 class _Half:
-    """The bytes of one tensor that goes to or comes from a group rank."""
+    """One tensor that goes to or comes from a group rank."""
 
     sends: bool
     buffer: Tensor
@@ -122,8 +121,8 @@ class P2PTransport(Transport):
         tag = self._exchanges * _PARTS % _TAGS
         self._exchanges += 1
         to, source = self._members[message.to], self._members[message.source]
-        halves = [_Half(True, as_bytes(part), to, tag + at) for at, part in enumerate(send or ())]
-        halves += [_Half(False, as_bytes(part), source, tag + at) for at, part in enumerate(recv or ())]
+        halves = [_Half(True, part.detach(), to, tag + at) for at, part in enumerate(send or ())]
+        halves += [_Half(False, part.detach(), source, tag + at) for at, part in enumerate(recv or ())]
         assert len(halves) <= 2 * _PARTS, message.label
         return halves
 
