@@ -92,11 +92,14 @@ class Watch:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. What is still pending is not watched any more."""
+        """End the thread. What is still pending is not watched any more, nor kept alive."""
         self._ends.set()
         self._stop_patience()
         if self._thread is not None:
             self._thread.join(10 * _LONGEST_PAUSE)
+        if self._thread is None or not self._thread.is_alive():
+            self._pending.clear()
+            self._since = None, 0.0
 
     def _run(self) -> None:
         try:

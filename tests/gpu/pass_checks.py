@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import random
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -160,7 +162,13 @@ def memory(options: argparse.Namespace) -> None:
         assert own <= peak <= own + results + per_row + 2**20
         dist.barrier()
         mesh.check()
+        copying = mesh.connection.copying
+        regions = [weakref.ref(arena.region) for arena in copying._arenas.values()] if copying else []
+        del copying
+        gc.disable()  # which might come while a graph is captured, where nothing can be freed
         mesh.close()
+        assert not any(region() for region in regions), "receive memory outlives its mesh"
+        gc.enable()
 
 
 def _report_times(where: str, replay: Callable[[], object], run: Callable[[], object]) -> None:

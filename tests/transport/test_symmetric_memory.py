@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -30,6 +32,26 @@ def test_memory_grows_with_the_largest_pass_and_is_used_again() -> None:
     grown = addresses(3000, 1)
     assert len(memory.sizes) == 3 and addresses(1000, 2)[0][0] == grown[0][0]
     assert addresses(10, 0) == [[], []] and len(memory.sizes) == 3
+
+
+def test_memory_is_given_back_at_the_end_and_not_by_the_garbage_collector() -> None:
+    """Which may come while a CUDA graph is captured, where freeing ends the process."""
+    world, memory = World(0), SharedMemory(2)
+    members = [Rank(world, memory, r, 2) for r in range(2)]
+    for member in members:
+        (received,) = member.transport.buffers("col", "inward", NBYTES, 1, CPU)
+        own = torch.zeros(NBYTES, dtype=torch.uint8)
+        member.transport.start(member.message(0), [own], [received]).wait()  # the watch knows both halves
+        del received
+    regions = [weakref.ref(m.transport._arenas["col", "inward"].region) for m in members]
+    gc.disable()
+    try:
+        for member in members:
+            member.engine.close()
+            member.transport.close()
+        assert [region() for region in regions] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_memory_does_not_grow_inside_a_graph() -> None:
