@@ -133,7 +133,7 @@ def test_wide_matrix_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         ("plan --ranks 6 --topology dgx-h200 --window 4 9", "--window is 4 9, but under a causal mask"),
         ("plan --ranks 6 --topology dgx-h200 --documents 4 0", "--documents has 0, but must be at least 1"),
-        ("plan --ranks 256 --topology dgx-h200 --documents 4k", "at most 128 ranks can be planned"),
+        ("plan --ranks 512 --topology dgx-h200 --documents 4k", "at most 256 ranks can be planned"),
         ("plan --ranks 6 --topology dgx-h200 --documents 1 --seq-len 1G", "at most 349525 documents can"),
         ("plan --ranks 2 --topology dgx-h200 --trace /", "--trace /: this is a folder"),
         ("layouts --ranks 1025", "--ranks is 1025, but layouts looks at every pair: give at most 1024"),

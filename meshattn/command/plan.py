@@ -25,7 +25,7 @@ from meshattn.plan.timeline import Timeline, run
 from meshattn.plan.topology import load_topology, presets
 from meshattn.plan.trace import write_trace
 
-MANY_MASKED = 128
+MANY_MASKED = 256  # some twenty seconds
 MOST_DOCUMENTS = 2**21  # times ranks, some ten seconds
 
 

@@ -13,6 +13,7 @@ them, the axis is direct: nothing is handed on.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,7 +116,9 @@ class Reach:
         if not needed:
             return False
         if axis in paths.direct:
-            return (size - index if axis in paths.turned else index) in needed
+            distance = size - index if axis in paths.turned else index
+            at = bisect_left(needed, distance)
+            return at < len(needed) and needed[at] == distance
         nearest, farthest = needed[0], needed[-1]
         if axis in paths.turned:
             nearest, farthest = size - farthest, size - nearest

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
 
+from .assignment import Axis
 from .block_cost import Mask, block_times, partial_us
 from .cost import (
     NOMINAL,
@@ -21,7 +22,7 @@ from .cost import (
 from .greedy import build
 from .heads import inner_shape
 from .heads import message_bytes as head_message_bytes
-from .hops import RINGS, Paths, Reach
+from .hops import AXES, RINGS, Paths, Reach
 from .kernel_times import BlockPass
 from .pace import num_groups
 from .placement import ORDER, Cut, MeshAxis, Placement
@@ -94,10 +95,18 @@ class _Maker:
         self.paths = paths
         self.times = {parts: block_times(topology.kernels, shape, parts) for parts in (1, 2)}
 
-    def of_ranks(self, of_chunk: Callable[[int], T]) -> tuple[T, ...]:
-        """By rank what follows from its chunk."""
-        found = [of_chunk(chunk) for chunk in range(self.placement.cut.tile.ranks)]
-        return tuple(found[chunk] for chunk in self._chunks)
+    def _of_ranks(self, of_chunks: Sequence[T]) -> tuple[T, ...]:
+        """By rank what is given by the chunk that it owns."""
+        return tuple(of_chunks[chunk] for chunk in self._chunks)
+
+    @cached_property
+    def _named(self) -> dict[Axis, list[list[int]]]:
+        """By axis, k and chunk the chunk that its owner calls #k."""
+        tile, chunk = self.placement.cut.tile, self.placement.assignment.chunk
+        return {
+            axis: [[chunk(i, axis, k) for i in range(tile.ranks)] for k in range(tile.size(axis))]
+            for axis in AXES
+        }
 
     @cached_property
     def _chunks(self) -> list[int]:
@@ -162,24 +171,18 @@ class _Maker:
         name = f"block {block.row} {block.col}"
         if self.mask is None:
             return Kernel(name, half if self.shape.causal else whole)
-        assignment, parts = self.placement.assignment, self.mask.parts
-
-        def us(chunk: int) -> float:
-            query, key = assignment.query_chunk(chunk, block.row), assignment.key_chunk(chunk, block.col)
-            return partial_us(parts[query][key], half, whole)
-
-        return Kernel(name, self.of_ranks(us))
+        pairs = zip(self._named["row"][block.row], self._named["col"][block.col], strict=True)
+        parts = self.mask.parts
+        return Kernel(name, self._of_ranks([partial_us(parts[p][q], half, whole) for p, q in pairs]))
 
     def _exchange(self, transfer: Transfer) -> Exchange:
         sends = None
         if self.reach is not None:
-            reach, assignment, axis = self.reach, self.placement.assignment, transfer.axis
-
-            def carries(chunk: int) -> bool:
-                moved = assignment.chunk(chunk, axis, transfer.sent)
-                return reach.takes_place(axis, moved, transfer.way, transfer.index, self.paths)
-
-            sends = self.of_ranks(carries)
+            axis, way, index = transfer.axis, transfer.way, transfer.index
+            moved = self._named[axis][transfer.sent]
+            sends = self._of_ranks(
+                [self.reach.takes_place(axis, chunk, way, index, self.paths) for chunk in moved]
+            )
         return Exchange(
             number=transfer.number,
             name=f"{transfer.payload} {transfer.index}",
