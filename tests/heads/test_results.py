@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from cases import Shape
 from distributed import assert_equals_oracle, assert_same_bits, check_cases, run_cases
 from head_cases import GROUPED, SHAPE, Axes, axes_id, head_case
 from mesh_cases import LAYOUTS, Case, Packed
-from meshattn import heads
+from meshattn import calls, heads
 from meshattn.plan.assignment import Tile, tiles
+from meshattn.plan.cost import CallShape
+from meshattn.plan.route import Route
+from meshattn.plan.schedule import Direction
 
 SMALL = [
     (2, 1, 1),
@@ -94,6 +98,21 @@ def test_groups_change_no_bits(axes: Axes) -> None:
     one, two, four = run_cases(cases)
     assert_same_bits(one, two)
     assert_same_bits(one, four)
+
+
+def test_lists_are_made_for_all_heads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not for a group of them, which may have another order of blocks."""
+    asked: set[tuple[str, CallShape]] = set()
+    route = calls.route
+
+    def watched(direction: Direction, shape: CallShape, *rest: Any, **how: Any) -> Route:
+        asked.add((direction, shape))
+        return route(direction, shape, *rest, **how)
+
+    monkeypatch.setattr(calls, "route", watched)
+    run_cases([head_case((2, 1, 2), GROUPED, head_groups=groups) for groups in (1, 2, 4)])
+    assert {shape.heads for _, shape in asked} == {GROUPED.H // 2}
+    assert len(asked) == 2, "one shape for each pass"
 
 
 def test_the_bits_are_those_of_the_tile_alone() -> None:
