@@ -6,6 +6,7 @@ otherwise, marked gpu, on the GPU with the tiles of its generation.
 
 from __future__ import annotations
 
+import itertools
 import math
 from itertools import pairwise
 
@@ -99,6 +100,34 @@ def test_two_query_chunks_add_into_one_key_accumulator(kernel: Kernel) -> None:
     dk, dv = kernel.finish("dkv", dkv, dtype=torch.float32, softmax_scale=0.3)
     assert_close("dk", dk, oracle.dk, eager.dk)
     assert_close("dv", dv, oracle.dv, eager.dv)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+@pytest.mark.parametrize("form", ["band", "arrays"])
+def test_a_block_without_pairs_clears_what_it_is_the_first_of(kernel: Kernel, form: str) -> None:
+    """And leaves the other accumulators alone."""
+    shape = Shape(B=1, S=19, H=2, H_kv=1, D=16)
+    inputs = Inputs(*(x.to(DEVICE) for x in make_inputs(shape, torch.bfloat16)))
+    nothing: Intervals = BandIntervals(19, UNBOUNDED, 19, 19)
+    if form == "arrays":
+        nothing = as_arrays(nothing, shape.S)
+    q, k, v, do = inputs
+    run = Run(kernel, 0.3)
+    accs = {kind: run.accumulator(kind, inputs, shape.S) for kind in ("out", "dq", "dkv")}
+    lse = torch.zeros(1, 2, shape.S, device=DEVICE)
+    for firsts in itertools.product((True, False), repeat=3):
+        for acc in accs.values():
+            for tensor in acc.values():
+                tensor.fill_(7.0)
+        kernel.forward(q, k, v, accs["out"], nothing, softmax_scale=0.3, first=firsts[0])
+        kernel.backward(
+            q, k, v, do, lse, lse, accs["dq"], accs["dkv"], nothing,
+            softmax_scale=0.3, first_dq=firsts[1], first_dkv=firsts[2],
+        )  # fmt: skip
+        for acc, first in zip(accs.values(), firsts, strict=True):
+            for name, tensor in acc.items():
+                cleared = -math.inf if name == "lse" else 0.0
+                assert (tensor == (cleared if first else 7.0)).all(), (name, firsts)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
