@@ -215,6 +215,13 @@ def test_plan_says_what_is_best_and_why(capsys: pytest.CaptureFixture[str], tmp_
     assert {each["heads"] for each in only} == {2}
 
 
+def test_the_guide_shows_the_mesh_that_its_plan_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).parent.parent / "docs/planning.md").read_text()
+    command = re.search(r"^    meshattn (plan .*)$", guide, re.M)
+    shown = re.search(r"For the call above that is\n\n```python[^\n]*\n(.*?)```", guide, re.S)
+    assert command and shown and shown[1] in out(capsys, command[1])
+
+
 def test_plan_says_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On stderr alone, and only where it takes a while."""
     assert main(PLAN.split()) == 0
