@@ -34,6 +34,7 @@ class NcclGroup:
     MULTIPROCESSORS: ClassVar[int] = 16  # of its send and receive kernel
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+        self._device = device
         self._backend = group._get_backend(device)
         # PyTorch's own watch would end the process, and name neither step nor transfer.
         self._backend._set_default_timeout(timedelta(seconds=2 * timeout + 60))
@@ -49,12 +50,19 @@ class NcclGroup:
         if torch.cuda.is_current_stream_capturing():
             self.captured = True
             return None  # a captured exchange runs later, and often
-        return _recorded_event()
+        return self._recorded_event()
 
     def follow(self, where: Callable[[], str], begun: torch.cuda.Event) -> None:
         """Called when the current stream waits for them: see that they end. Their buffers are not kept."""
-        done = _recorded_event()
+        done = self._recorded_event()
         self._watch.add(_Exchange(where, begun, done, self._abort))
+
+    def _recorded_event(self) -> torch.cuda.Event:
+        event: Any = torch.cuda.Event
+        recorded: torch.cuda.Event = event()
+        # Without a device, PyTorch first looks for one: longer than all the rest takes.
+        recorded.record(torch.cuda.current_stream(self._device))
+        return recorded
 
     def _abort(self) -> None:
         if not self._aborted:
@@ -90,13 +98,6 @@ def unrecorded(buffer: Tensor) -> Tensor:
     plain: Any = dlpack
     same: Tensor = plain.from_dlpack(plain.to_dlpack(buffer))
     return same
-
-
-def _recorded_event() -> torch.cuda.Event:
-    event: Any = torch.cuda.Event
-    recorded: torch.cuda.Event = event()
-    recorded.record()
-    return recorded
 
 
 @dataclass(frozen=True)
