@@ -6,7 +6,6 @@ otherwise, marked gpu, on the GPU with the tiles of its generation.
 
 from __future__ import annotations
 
-import itertools
 import math
 from itertools import pairwise
 
@@ -115,7 +114,7 @@ def test_a_block_without_pairs_clears_what_it_is_the_first_of(kernel: Kernel, fo
     run = Run(kernel, 0.3)
     accs = {kind: run.accumulator(kind, inputs, shape.S) for kind in ("out", "dq", "dkv")}
     lse = torch.zeros(1, 2, shape.S, device=DEVICE)
-    for firsts in itertools.product((True, False), repeat=3):
+    for firsts in ((True, True, False), (False, False, True)):
         for acc in accs.values():
             for tensor in acc.values():
                 tensor.fill_(7.0)
