@@ -86,7 +86,7 @@ def _calm_threads() -> Iterator[None]:
     [
         Case(Tile(8, 8), with_length(SMALL, 131), "striped"),
         Case(Tile(4, 16), with_length(SMALL, 63), "zigzag", causal=False),
-        Case(Tile(16, 16), with_length(SMALL, 131), "contiguous"),
+        Case(Tile(16, 16), with_length(SMALL, 83), "contiguous"),
     ],
     ids=str,
 )

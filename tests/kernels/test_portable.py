@@ -218,7 +218,7 @@ def test_any_strides_give_the_same_bits(kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 def test_inputs_that_are_not_aligned_give_the_same_bits(kernel: Kernel) -> None:
     """Off by one element from a multiple of 16 bytes, with a stride of heads that is odd: compiled apart."""
-    shape = Shape(B=2, S=21, H=2, H_kv=1, D=16, D_v=24)
+    shape = Shape(B=1 if INTERPRETED else 2, S=21, H=2, H_kv=1, D=16, D_v=24)
     inputs = make_inputs(shape, torch.bfloat16)
     blocks: list[Block] = [(slice(None), causal(shape))]
     expected = Run(kernel, 0.3)(inputs, blocks)

@@ -36,7 +36,7 @@ def compile_for(targets: list[int], *options: str) -> str:
     return run.stdout
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_covering_set_compiles() -> None:
     targets = [target for target in TARGETS if has_ptxas(target)]
     if not targets:
