@@ -91,7 +91,10 @@ def checked_heads(heads: int | str, head_groups: str | int, ranks: int) -> int:
     """Ranks of the head axis; ValueError where they or the groups of heads cannot be."""
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or ranks % heads:
         fitting = ", ".join(str(w) for w in range(1, ranks + 1) if ranks % w == 0)
-        raise ValueError(f"heads={heads!r} must divide the {ranks} ranks of the mesh: use one of {fitting}")
+        whole = "" if type(heads) is int else "be a whole number or 'auto', and "
+        raise ValueError(
+            f"heads={heads!r} must {whole}divide the {ranks} ranks of the mesh: use one of {fitting}"
+        )
     if head_groups == "auto":
         return heads
     if type(head_groups) is not int or head_groups < 1:

@@ -44,7 +44,7 @@ class HeadSplit:
             fitting = ", ".join(str(w) for w in range(1, heads + 1) if heads % w == 0)
             raise ValueError(
                 f"q has {heads} heads, which the {ranks} ranks of the head axis cannot share equally: build "
-                f"the mesh with a heads= that divides them ({fitting}), and a larger tile"
+                f"the mesh with a heads= of {fitting} that divides its ranks, too, and a larger tile"
             )
         group = heads // kv_heads
         copies = group // gcd(heads // ranks, group)

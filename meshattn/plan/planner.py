@@ -273,9 +273,12 @@ def choose(
     """
     candidates = list(cuts(ranks, shape, heads, tile))
     if not candidates:
+        if tile is not None and ranks % tile.ranks:
+            raise ValueError(f"tile {tile} takes {tile.ranks} ranks, which do not divide the {ranks}")
+        wanted = "" if tile is None else f" beside tile {tile}"
         raise ValueError(
-            f"{ranks} ranks cannot be cut into heads={'auto' if heads is None else heads} for "
-            f"{shape.heads} heads and tile {tile or 'auto'}: the ranks of the head axis must divide both"
+            f"{ranks} ranks cannot be cut into heads={'auto' if heads is None else heads}{wanted}: the ranks "
+            f"of the head axis must divide them and the {shape.heads} heads"
         )
     every_block = visibility is None or visibility == Visibility.full(len(visibility.keys))
     if topology is not None and every_block:

@@ -187,8 +187,12 @@ def test_auto_with_a_given_head_axis_or_tile() -> None:
     shape = call(64, heads=8, kv_heads=2)
     assert choose(12, shape, heads=2).heads == 2
     assert choose(12, shape, heads=None, tile=Tile(3, 2)) == Cut(2, Tile(3, 2))
-    for wrong in ({"heads": 3}, {"tile": Tile(5, 1)}):
-        with pytest.raises(ValueError, match="must divide both"):
+    for wrong, said in (
+        ({"heads": 3}, "heads=3: the ranks of the head axis must divide them and the 8 heads"),
+        ({"tile": Tile(5, 1)}, "tile 5x1 takes 5 ranks, which do not divide the 12"),
+        ({"heads": 2, "tile": Tile(4, 1)}, "heads=2 beside tile 4x1"),
+    ):
+        with pytest.raises(ValueError, match=said):
             choose(12, shape, **wrong)  # type: ignore[arg-type]
 
 
