@@ -120,7 +120,7 @@ def _check_dense(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_memory(name: str, tensor: Tensor) -> None:
+def check_memory(name: str, tensor: Tensor) -> None:
     """Kernels and transports read memory, which tensors that only describe or wrap others have not."""
     try:
         missing = tensor.numel() > 0 and as_written(tensor).data_ptr() == 0
@@ -258,7 +258,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, q_seq: ShardedSequence, kv_se
                 f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}: "
                 "all three must agree"
             )
-        _check_memory(name, tensor)
+        check_memory(name, tensor)
         if tensor.shape[3] % HEAD_DIM_STEP or tensor.shape[3] == 0:
             raise ValueError(
                 f"{name} is {list(tensor.shape)}: the head size {tensor.shape[3]} must be a multiple of "
@@ -320,4 +320,4 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         )
     if sinks.device != q.device:
         raise ValueError(f"sinks is on {sinks.device} but q on {q.device}: they must agree")
-    _check_memory("sinks", sinks)
+    check_memory("sinks", sinks)

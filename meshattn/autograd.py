@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from meshattn import heads
-from meshattn.arguments import autocast_type
+from meshattn.arguments import autocast_type, check_memory
 from meshattn.heads import HeadCall
 from meshattn.mesh import AttentionMesh
 from meshattn.packing import as_written
@@ -81,7 +81,7 @@ class _Attention(torch.autograd.Function):
         with ctx.mesh.agreement.one_thread, torch.no_grad():
             # Ranks that came to their backward passes in another order would add up each other's gradients.
             before = ctx.mesh.agreement.calls - ctx.number
-            error = _refused_gradient(ctx.call.inner.kernel.name, dlse)
+            error = _refused_gradient(ctx.call.inner.kernel.name, do, dlse)
             ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it"}, error)
             grads = _in_engine_room(ctx.mesh, ctx.call, work)
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients
@@ -92,7 +92,13 @@ class _Attention(torch.autograd.Function):
         return *grads, *[None] * (len(ctx.needs_input_grad) - len(grads))
 
 
-def _refused_gradient(kernel: str, dlse: Tensor | None) -> Exception | None:
+def _refused_gradient(kernel: str, do: Tensor, dlse: Tensor | None) -> Exception | None:
+    try:
+        check_memory("the gradient of out", do)
+        if dlse is not None:
+            check_memory("the gradient of lse", dlse)
+    except ValueError as refusal:  # of is_grads_batched=True
+        return refusal
     if dlse is None or kernel not in WITHOUT_LSE_GRADIENT:
         return None
     return NotImplementedError(

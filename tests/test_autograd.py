@@ -203,6 +203,17 @@ def test_double_backward_is_refused() -> None:
     _on_ranks(CASE, on_rank)
 
 
+def test_batched_gradients_are_refused() -> None:
+    def on_rank(mesh: AttentionMesh) -> None:
+        leaves, do = _leaves(CASE, mesh.rank)
+        out = _attend(mesh, CASE, *leaves)
+        with pytest.raises(ValueError, match="the gradient of out is a Tensor on cpu without memory"):
+            torch.autograd.grad(out, leaves, torch.stack([do, do]), is_grads_batched=True, retain_graph=True)
+        torch.autograd.grad(out, leaves, do)
+
+    _on_ranks(CASE, on_rank)
+
+
 def test_backward_twice_over_a_retained_graph() -> None:
     def on_rank(mesh: AttentionMesh) -> None:
         leaves, do = _leaves(CASE, mesh.rank)
