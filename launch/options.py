@@ -113,15 +113,15 @@ def parse(arguments: Sequence[str] | None = None, *, speaks: bool = True) -> Opt
         help="pack each sequence of documents that do not see each other, of random lengths with this mean",
     )
     add("--batch-size", type=int, default=1, help="sequences a step")
-    add("--steps", type=int, default=100)
-    add("--dim", type=int, default=128)
-    add("--layers", type=int, default=2)
-    add("--heads", type=int, default=4)
+    add("--steps", type=int, default=100, help="updates of the weights")
+    add("--dim", type=int, default=128, help="width of the model")
+    add("--layers", type=int, default=2, help="decoder layers")
+    add("--heads", type=int, default=4, help="query heads of a layer")
     add("--kv-heads", type=int, default=0, help="key/value heads; 0 is as many as --heads")
     add("--untied", action="store_true", help="give the output head weights of its own")
-    add("--lr", type=float, default=3e-3)
+    add("--lr", type=float, default=3e-3, help="learning rate")
     add("--warmup", type=int, default=10, help="steps until the learning rate is reached")
-    add("--weight-decay", type=float, default=0.1)
+    add("--weight-decay", type=float, default=0.1, help="of AdamW, for matrices alone")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="bfloat16 is autocast over float32 weights")
     add(
@@ -138,7 +138,12 @@ def parse(arguments: Sequence[str] | None = None, *, speaks: bool = True) -> Opt
         help="text files or folders; the default is Python's own sources",
     )
     add("--log-file", type=Path, help="file for one JSON line a step")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: GPUs, if each rank has its own",
+    )
     add("--timeout", type=float, default=600.0, help="seconds a rank waits for another")
     values = vars(parser.parse_args(arguments))
     options = Options(**values | {"data": tuple(values["data"])})
