@@ -13,6 +13,7 @@ from torch import Tensor
 import meshattn as ma
 from distributed import Backend
 from mesh_cases import LAYOUTS
+from meshattn import sequence
 from meshattn.layouts import LayoutKind
 from meshattn.testing import run_ranks
 
@@ -167,6 +168,29 @@ def test_meta_and_grad_free_tensors() -> None:
         assert seq.shard(torch.empty(1, 6, device="meta")).shape == (1, 3)
         assert seq.position_ids("meta").device.type == "meta"
         assert "6 tokens, striped, 3 rows on each of 2 ranks" in repr(seq)
+
+    run_ranks(2, on_rank)
+
+
+def test_masks_are_kept_for_all_that_they_follow_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each rule and each kind of keys; those used last stay."""
+    monkeypatch.setattr(sequence, "_KEPT_MASKS", 6)
+
+    def on_rank(group: Any) -> None:
+        mesh = ma.init_attention_mesh(group)
+        seq = mesh.sequence(9, cu_seqlens=[0, 3, 8])
+
+        def made() -> list[object]:
+            cuts, layouts = ([0, 3, 8], [0, 5, 8]), ("striped", "zigzag")
+            keys = [mesh.sequence(8, layout=layout, cu_seqlens=cut) for cut in cuts for layout in layouts]
+            rules = [{"causal": True}, {"window_size": (2, 0)}]
+            return [*(seq.masks(x) for x in keys), *(seq.masks(keys[0], **rule) for rule in rules)]
+
+        first, again = made(), made()
+        assert len(set(map(id, first))) == 6 and all(x is y for x, y in zip(first, again, strict=True))
+        kept = seq.masks(mesh.sequence(8, cu_seqlens=[0, 3, 8]))
+        seq.masks(seq)  # one too many
+        assert kept is first[0] and seq.masks(mesh.sequence(8, cu_seqlens=[0, 3, 8])) is kept, "used last"
 
     run_ranks(2, on_rank)
 
