@@ -20,7 +20,7 @@ from multiprocessing import Pool
 from pathlib import Path
 
 from meshattn.plan.assignment import Tile, tiles
-from meshattn.plan.cost import CallShape
+from meshattn.plan.cost import CallShape, Pace
 from meshattn.plan.kernel_times import KernelTimes
 from meshattn.plan.pace import pace_of
 from meshattn.plan.passes import pass_script
@@ -196,10 +196,10 @@ def _double_ring(case: Case, shape: CallShape, topology: Topology) -> Figures | 
     )
 
 
-def one_tile(case: Case, tile: Tile) -> Prediction:
-    """A tile whose rows lie inside a node, in a case."""
+def one_tile(case: Case, tile: Tile, pace: Pace | None = None) -> Prediction:
+    """A tile whose rows lie inside a node, in a case; by default with lists for its cluster."""
     order: tuple[MeshAxis, ...] = ("row", "col", "heads")
-    return Question(case.ranks, case.shape(2), case.topology()).predict(Cut(1, tile), order)
+    return Question(case.ranks, case.shape(2), case.topology()).predict(Cut(1, tile), order, pace=pace)
 
 
 def forwards(case: Case, tiles: Sequence[Tile]) -> list[Timeline]:

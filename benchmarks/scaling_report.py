@@ -14,11 +14,12 @@ from meshattn.plan.assignment import Tile
 from scaling import TOKENS, Case, forwards
 from study.scaling_pictures import draw_bytes, draw_strong, draw_two, draw_weak
 from study.scaling_rows import MILLION, Row, Study, records
-from study.scaling_tables import CLUSTERS, case_table, lengths_table, paper_table, strong_table
+from study.scaling_tables import CLUSTERS, case_table, lengths_table, pace_text, paper_table, strong_table
 
 
 def report(study: Study, machine: Machine, pictures: Mapping[str, str]) -> str:
-    parts = [f"# Scaling of attention over long sequences, emulated\n\n{machine.describe()}", INTRO]
+    title = f"# Scaling of attention over long sequences, emulated\n\n{machine.describe()}"
+    parts = [title, f"{INTRO} {pace_text()}"]
     for heads in ("MHA", "GQA"):
         for cluster, speed in CLUSTERS.items():
             for case in study.select(cluster=cluster, heads=heads, ranks=256, seq_len=MILLION, causal=True):
@@ -64,9 +65,7 @@ Ring is the tile (1, P), node by node, so that one rank of a node sends to the n
 kernel and the cheaper of both types for partial results (bfloat16, as all others). The double ring
 passes chunks round the node and once a round from every GPU to the next node; it is emulated at its
 best, without a step list of the library. USP is heads x ring. Every method takes its best cut and
-placement; of cuts within 1 % of the least time the one that sends least stands in the tables. At 512k and
-1M tokens, MHA, lists made for nominal links, instead of for the cluster, would make ring up to 1.4 %
-faster and tiles 1 to 29 % slower."""
+placement; of cuts within 1 % of the least time the one that sends least stands in the tables."""
 READING = """\
 Sent is what a rank hands to its links, inside or between nodes. A ring crosses the border of a node with
 one rank alone, so what leaves a node in all is what one card sends: there a tile saves far less, or

@@ -5,14 +5,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from harness import table
 from meshattn.plan.assignment import Tile
+from meshattn.plan.cost import NOMINAL
 from scaling import METHODS, NCCL_SHARE, Case, one_tile
 from study.scaling_rows import MILLION, NAMES, Row, Study, less_sent, speed_up
 
 CLUSTERS = {"dgx-h200": "50 GB/s a GPU", "a3-high": "25 GB/s for two GPUs"}
+
+
+TILES = [Tile(1, 256), Tile(4, 64), Tile(8, 32), Tile(16, 16), Tile(32, 8)]
 
 
 def _gib(num_bytes: float) -> str:
@@ -161,3 +166,17 @@ def paper_table(study: Study) -> str:
         ],
     ]
     return table(["figure", "paper", "here, a tile alone, dgx-h200, causal"], lines)
+
+
+def pace_text() -> str:
+    """What lists made for nominal links would change at 256 GPUs."""
+    changed: dict[str, list[float]] = {"ring": [], "tiles": []}
+    for cluster, seq_len, tile in product(CLUSTERS, (MILLION // 2, MILLION), TILES):
+        case = Case(cluster, 256, seq_len, "MHA", True)
+        nominal, paced = (one_tile(case, tile, pace).total_us for pace in (NOMINAL, None))
+        changed["ring" if tile.a == 1 else "tiles"].append(100 * (nominal / paced - 1))
+    said = (f"{name} by {min(each):+.1f} to {max(each):+.1f} %" for name, each in changed.items())
+    return (
+        f"Lists made for nominal links,\ninstead of for the cluster, would change the time of "
+        f"{' and of '.join(said)}\n({', '.join(map(str, TILES[1:]))}; 256 GPUs, 512k and 1M tokens, MHA)."
+    )
