@@ -152,7 +152,7 @@ def test_a_tile_chosen_by_bytes() -> None:
 @pytest.mark.parametrize(
     ("groups", "kv_heads", "query_heads", "words"),
     [
-        ("auto", 2, 4, (r"q has 4 heads, which the 3 ranks", r"\(1, 2, 4\)")),
+        ("auto", 2, 4, (r"q has 4 heads, which the 3 ranks", "of 1, 2, 4 that divides its ranks")),
         (2, 6, 6, ()),
         (2, 3, 6, ("head_groups=2", "has 1 key/value heads", "head_groups='auto'")),
     ],
