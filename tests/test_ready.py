@@ -82,19 +82,33 @@ def test_only_another_look_is_checked_again(name: str, monkeypatch: pytest.Monke
 
 
 def test_a_wrong_call_after_a_right_one_is_refused_every_time() -> None:
+    """Also where only the head size, the device, the type of an option or inference mode tell them apart."""
+
     def on_rank(group: Any) -> None:
         seq = ma.init_attention_mesh(group, timeout=20).sequence(5)
+        size = 1, seq.rows, 2, 8
+
+        def mixed(q: Tensor) -> Any:
+            return ma.mesh_attention(q, torch.ones(size, requires_grad=True), torch.ones(size), seq)
+
         for _ in range(2):
-            attend(seq)
+            attend(seq, causal=True)
+            mixed(torch.ones(size))
             for _ in range(2):
                 with pytest.raises(ValueError, match="head size 12"):
-                    x = torch.ones(1, seq.rows, 2, 12)
-                    ma.mesh_attention(x, x, x, seq)
+                    x = torch.ones(1, seq.rows, 2, 12, requires_grad=True)
+                    ma.mesh_attention(x, x, x, seq, causal=True)
                 with pytest.raises(ValueError, match="q is a int"):
                     ma.mesh_attention(1, 2, 3, seq)  # type: ignore[arg-type]
                 with pytest.raises(ValueError, match="on meta"):
-                    x = torch.ones(1, seq.rows, 2, 8, device="meta")
-                    ma.mesh_attention(x, x, x, seq)
+                    x = torch.ones(size, device="meta", requires_grad=True)
+                    ma.mesh_attention(x, x, x, seq, causal=True)
+                with pytest.raises(ValueError, match="causal is 1"):
+                    attend(seq, causal=1)
+                with pytest.raises(ValueError, match="q was made in"), torch.inference_mode():
+                    x = torch.ones(size)
+                    with torch.inference_mode(False):
+                        mixed(x)
 
     run_ranks(2, on_rank)
 

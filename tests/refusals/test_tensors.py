@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshattn.mesh import AttentionMesh
 from refused_calls import ROWS, SEQ_LEN, Calls, attend, check_refused, check_refused_on_all, ones
 
 
@@ -29,6 +30,11 @@ class _Wrapper(Tensor):
     @classmethod
     def __torch_dispatch__(cls, *_: Any) -> Any:
         raise AssertionError("nothing is to be computed with it")
+
+
+def _under_autocast(mesh: AttentionMesh, **tensors: Tensor) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return attend(mesh, **tensors)
 
 
 def _nested() -> Tensor:
@@ -74,6 +80,10 @@ CALLS: Calls = {
     "other-dtype": (
         lambda m: attend(m, k=ones(2, ROWS, 4, 8, dtype=torch.bfloat16)),
         ("k is torch.bfloat16 on cpu but q is torch.float32 on cpu", "must agree"),
+    ),
+    "float64-beside-autocast": (
+        lambda m: _under_autocast(m, k=ones(2, ROWS, 4, 8, dtype=torch.float64)),
+        ("k is torch.float64 on cpu but q is torch.float32 on cpu", "must agree"),
     ),
     "other-device": (
         lambda m: attend(m, v=torch.ones(2, ROWS, 4, 8, device="meta")),
