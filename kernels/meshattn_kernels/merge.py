@@ -29,7 +29,6 @@ def merge_partial(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
 
         launch_merge(out, lse, other_out, other_lse)
         return
-    other_lse = other_lse.to(lse.dtype)
     pivot = torch.maximum(lse, other_lse)
     # Rows empty on both sides: exp(-inf - 0) is 0 where exp(-inf + inf) is NaN.
     finite_pivot = pivot.masked_fill(pivot == -math.inf, 0.0)
