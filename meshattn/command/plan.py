@@ -25,6 +25,7 @@ from meshattn.plan.timeline import Timeline, run
 from meshattn.plan.topology import load_topology, presets
 from meshattn.plan.trace import write_trace
 
+MOST_APART = 1024  # ranks that do not fill their nodes: a minute
 MANY_MASKED = 256  # some twenty seconds
 MOST_DOCUMENTS = 2**21  # times ranks, some ten seconds
 
@@ -78,6 +79,12 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
         check_picture("picture", args.picture)
         check_picture("timeline", args.timeline)
     topology = load_topology(args.topology)
+    if args.ranks > MOST_APART and args.ranks % (of_node := topology.gpus_per_node):
+        filled = args.ranks // of_node * of_node
+        raise ValueError(
+            f"--ranks {args.ranks} do not fill nodes of {of_node}, so that each would have to be followed: "
+            f"give {filled} or {filled + of_node}, or at most {MOST_APART}"
+        )
     say = Progress("plan")
     question = Question(args.ranks, shape, topology, BOTH[:1] if args.forward else BOTH, _mask(args, shape))
     found = plan(
