@@ -123,7 +123,7 @@ def test_wide_matrix_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
         ("calibrate --out x.json --block 8 4 3", "--block 8 4 3: the 3 key/value heads must divide"),
         ("calibrate --out x.json --heads 5000", "--heads is 5000, but must be at most 4096"),
         ("plan --ranks 4093 --topology dgx-h200", "do not fill nodes of 8"),
-        ("plan --ranks 4093 --topology dgx-h200", "give 4088 or 4096, or at most 1024"),
+        ("plan --ranks 4093 --topology dgx-h200", "give 4088, which do, or at most 1024"),
         ("plan --ranks 12 --heads 24 --heads-axis 8 --topology dgx-h200", "give one of 1, 2, 3, 4, 6, 12"),
         ("calibrate --out x.json --head-dim 7", "--head-dim is 7, but must be a multiple of 8"),
         ("plan --ranks 6 --topology dgx-h200 --show 0", "--show is 0"),

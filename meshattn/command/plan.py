@@ -79,11 +79,11 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
         check_picture("picture", args.picture)
         check_picture("timeline", args.timeline)
     topology = load_topology(args.topology)
-    if args.ranks > MOST_APART and args.ranks % (of_node := topology.gpus_per_node):
-        filled = args.ranks // of_node * of_node
+    nodes, more = divmod(args.ranks, topology.gpus_per_node)
+    if args.ranks > MOST_APART and nodes and more:
         raise ValueError(
-            f"--ranks {args.ranks} do not fill nodes of {of_node}, so that each would have to be followed: "
-            f"give {filled} or {filled + of_node}, or at most {MOST_APART}"
+            f"--ranks {args.ranks} do not fill nodes of {topology.gpus_per_node}, so that each would have to "
+            f"be followed: give {args.ranks - more}, which do, or at most {MOST_APART}"
         )
     say = Progress("plan")
     question = Question(args.ranks, shape, topology, BOTH[:1] if args.forward else BOTH, _mask(args, shape))
