@@ -12,10 +12,8 @@ Nothing here uses the data channel.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -23,6 +21,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from meshattn.disagreement import absence, difference, digest, first_difference, named
 from meshattn.transport.base import TransportError
 from meshattn.transport.patience import within
 
@@ -35,10 +34,6 @@ _Answer = tuple[dict[str, str], tuple[str, str] | None]  # statement; type and t
 _Signature = tuple[Any, ...]  # name of a call, and the items of its statement
 _Place = tuple[_Signature, str, int]  # after this signature, of this action, the n-th of that action in a row
 _NOTHING: _Place = ((), "", 0)
-_RULE = (
-    "Every rank of a mesh makes every call, with the same shapes, types and options: none evaluates, logs or "
-    "saves alone."
-)
 
 
 class RankMismatchError(ValueError):
@@ -138,7 +133,7 @@ class Agreement:
             lists: numbers that must be the same too. A digest is compared; the numbers themselves are told
                 only if the ranks differ, and the first that does is named.
         """
-        digests = {name: f"a list with digest {_digest(numbers)}" for name, numbers in (lists or {}).items()}
+        digests = {name: f"a list with digest {digest(numbers)}" for name, numbers in (lists or {}).items()}
         self._call, self._words = what, {**statement, **digests}
         try:
             self._check(error, None, lists)
@@ -176,10 +171,8 @@ class Agreement:
         silent = [rank for rank in self._ranks if rank not in found]
         statements.update(dict.fromkeys(silent, self._statement))
         silent = [rank for rank in silent if rank != self._rank]
-        doubt = (
-            f" ({_ranks(silent)} said nothing: taken to do as rank {self._rank}, or dead)" if silent else ""
-        )
-        return _difference(statements) + doubt
+        doubt = f" ({named(silent)} said nothing: taken to do as rank {self._rank}, or dead)"
+        return difference(statements) + (doubt if silent else "")
 
     def _key(self, number: int, rank: int) -> str:
         return f"agreement/{number}/{rank}"
@@ -228,7 +221,7 @@ class Agreement:
         if any(statement != self._statement for statement in statements.values()):
             if lists and all(statement["call"] == self._call for statement in statements.values()):
                 statements = self._first_differences(lists, statements)
-            raise RankMismatchError(_difference(statements))
+            raise RankMismatchError(difference(statements))
 
     def _first_differences(
         self, lists: Mapping[str, Sequence[int]], statements: dict[int, dict[str, str]]
@@ -245,7 +238,7 @@ class Agreement:
             return statements
         told = {rank: dict(statement) for rank, statement in statements.items()}
         for name in lists:
-            place, values = _first_difference(
+            place, values = first_difference(
                 name, {rank: words[name].split() for rank, (words, _) in answers.items()}
             )
             for rank, value in values.items():
@@ -272,62 +265,5 @@ class Agreement:
     def _absent(self, number: int, expected: _Signature | None) -> str:
         present = self._present(number)
         absent = [rank for rank in self._ranks if rank not in present]
-        text = (
-            f"{self._statement['call']}: {_ranks(absent)} did not come to it within {self._timeout:g} s, "
-            f"only {_ranks(present)} did. Either they have died or stalled, or do not make this call, or "
-        )
-        here = {name: value for name, value in self._statement.items() if name != "call"}
-        if expected is None:
-            told = ", ".join(f"{name} is {value}" for name, value in here.items())
-            return f"{text}they go on with other arguments than here: {told}. {_RULE}"
-        action, usual = expected[0], dict(expected[1:])
-        changes = [
-            f"{name} is {value} here and was {usual.get(name, 'absent')}"
-            for name, value in here.items()
-            if value != usual.get(name)
-        ]
-        return (
-            f"{text}{_ranks(present)} left the pattern of calls, after which {action} was next: "
-            f"{'; '.join(changes) or 'another call'}. {_RULE}"
-        )
-
-
-def _difference(statements: Mapping[int, Mapping[str, str]]) -> str:
-    """Who differs in what, the smallest party first: it is the likely culprit."""
-    names = list(dict.fromkeys(name for statement in statements.values() for name in statement))
-    # Calls of two kinds state different things: only what both state tells them apart.
-    if len({statement.get("call") for statement in statements.values()}) > 1:
-        names = [name for name in names if all(name in statement for statement in statements.values())]
-    parts = []
-    for name in names:
-        parties: dict[str, list[int]] = {}
-        for rank, statement in statements.items():
-            parties.setdefault(statement.get(name, "absent"), []).append(rank)
-        if len(parties) > 1:
-            ordered = sorted(parties.items(), key=lambda party: (len(party[1]), party[1]))
-            parts.append(
-                f"{name} is " + ", but ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ordered)
-            )
-    call = statements[min(statements)].get("call", "")
-    told = "; ".join(parts) if parts else "they are at different calls"
-    return f"{call}: the ranks disagree: {told}. {_RULE}"
-
-
-def _digest(numbers: Sequence[int]) -> str:
-    """A few characters that differ where the numbers do."""
-    return hashlib.sha256(array("q", numbers).tobytes()).hexdigest()[:16]
-
-
-def _first_difference(name: str, lists: Mapping[int, Sequence[str]]) -> tuple[str, dict[int, str]]:
-    """Where the lists of the ranks part, and what each rank has there; nothing where they do not."""
-    for index in range(min(map(len, lists.values()))):
-        if len({numbers[index] for numbers in lists.values()}) > 1:
-            return f"{name}[{index}]", {rank: numbers[index] for rank, numbers in lists.items()}
-    if len({len(numbers) for numbers in lists.values()}) > 1:
-        return f"length of {name}", {rank: str(len(numbers)) for rank, numbers in lists.items()}
-    return name, {}
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+        usual = None if expected is None else (expected[0], dict(expected[1:]))
+        return absence(self._call, self._words, usual, present, absent, self._timeout)

@@ -14,7 +14,8 @@ from torch.distributed import HashStore
 
 import meshattn as ma
 from distributed import Backend
-from meshattn.agreement import _RULE, Agreement, RankMismatchError
+from meshattn.agreement import Agreement, RankMismatchError
+from meshattn.disagreement import RULE
 from meshattn.mesh import AttentionMesh
 from meshattn.testing import run_ranks
 from meshattn.transport.base import TransportError
@@ -352,7 +353,7 @@ def test_the_first_number_that_differs_is_named() -> None:
     first, second = run_ranks(2, on_rank)
     assert first == second
     for pair, words in expected.items():
-        assert words in first[pair] and "same" not in first[pair].removesuffix(_RULE)
+        assert words in first[pair] and "same" not in first[pair].removesuffix(RULE)
 
 
 def test_a_second_thread_in_a_call_is_refused() -> None:
