@@ -15,6 +15,7 @@ import meshattn as ma
 from meshattn import calls
 from meshattn.sequence import ShardedSequence
 from meshattn.testing import run_ranks
+from refused_calls import OfSeveralRanks
 
 Call = Callable[[ShardedSequence], object]
 
@@ -139,19 +140,12 @@ def test_only_so_many_are_kept_and_none_keeps_the_sequence(monkeypatch: pytest.M
     run_ranks(1, on_rank)
 
 
-class _OfSeveralRanks(Tensor):
-    """Looks like a DTensor."""
-
-    def to_local(self) -> Tensor:
-        return self.as_subclass(Tensor)
-
-
 def test_another_class_of_tensor_is_checked_again() -> None:
     def on_rank(group: Any) -> None:
         seq = ma.init_attention_mesh(group).sequence(5)
         attend(seq)
         x = torch.ones(1, seq.rows, 2, 8, requires_grad=True)
         with pytest.raises(ValueError, match=r"pass v\.to_local\(\)"):
-            ma.mesh_attention(x, x, _OfSeveralRanks(x), seq)
+            ma.mesh_attention(x, x, OfSeveralRanks(x), seq)
 
     run_ranks(2, on_rank)

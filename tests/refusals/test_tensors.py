@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from meshattn.mesh import AttentionMesh
-from refused_calls import ROWS, SEQ_LEN, Calls, attend, check_refused, check_refused_on_all, ones
-
-
-class _OfSeveralRanks(Tensor):
-    """Looks like a DTensor."""
-
-    def to_local(self) -> Tensor:
-        return self.as_subclass(Tensor)
+from refused_calls import (
+    ROWS,
+    SEQ_LEN,
+    Calls,
+    OfSeveralRanks,
+    attend,
+    check_refused,
+    check_refused_on_all,
+    ones,
+)
 
 
 class _Wrapper(Tensor):
@@ -135,8 +137,8 @@ CALLS: Calls = {
         ("k is a nested tensor", "dense"),
     ),
     "of-several-ranks": (
-        lambda m: attend(m, v=_OfSeveralRanks(ones(2, ROWS, 4, 8))),
-        ("v is a _OfSeveralRanks", "a plain tensor of this rank", "v.to_local()"),
+        lambda m: attend(m, v=OfSeveralRanks(ones(2, ROWS, 4, 8))),
+        ("v is a OfSeveralRanks", "a plain tensor of this rank", "v.to_local()"),
     ),
     "made-in-inference-mode": (
         lambda m: attend(m, _of_inference(), ones(2, ROWS, 4, 8).requires_grad_()),
