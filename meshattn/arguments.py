@@ -53,6 +53,11 @@ class Arguments(NamedTuple):
         """The sequence of k and v."""
         return self.seq if self.kv_seq is None else self.kv_seq
 
+    def wants_gradients(self) -> bool:
+        """Whether a backward pass may come."""
+        given = (self.q, self.k, self.v, *(() if self.sinks is None else (self.sinks,)))
+        return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
     def looks(self) -> object:
         """What a call on a sequence is checked for and planned from. A new object if it cannot be right."""
         name, q, k, v, seq, keys, sinks, seed, options = self

@@ -186,9 +186,10 @@ def _plan(given: Arguments, masks: BlockMasks, kernel: AttentionKernel) -> HeadC
     dropout = DropoutRule(options.dropout_p, masks.q_layout, masks.kv_layout) if options.dropout_p else None
     # A part of the heads would fall into a part of the groups, and dropout counts all heads.
     cuts = takes_parts(kernel) and split.ranks == 1 and dropout is None
+    wanted = given.wants_gradients()
     inner = Call(
         forward=_plan_pass("forward", mesh, whole, tile, masks, kernel, device, cuts),
-        backward=_plan_pass("backward", mesh, whole, tile, masks, kernel, device, cuts),
+        backward=_plan_pass("backward", mesh, whole, tile, masks, kernel, device, cuts) if wanted else None,
         kernel=kernel,
         dropout=dropout,
         batch=shape.batch,

@@ -59,7 +59,8 @@ def backward(
 
     delta is like lse: see `row_terms`.
     """
-    work = _Backward(call, q, k, v, lse, do, delta, seed)
+    assert call.backward is not None, "a call without gradients"
+    work = _Backward(call, call.backward, q, k, v, lse, do, delta, seed)
     _execute(call.backward, work)
     return work.finish()
 
@@ -280,6 +281,7 @@ class _Backward(_Pass):
     def __init__(
         self,
         call: Call,
+        program: Program,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -290,7 +292,7 @@ class _Backward(_Pass):
     ) -> None:
         bundle = {"q": q, "do": do, "lse": lse, "delta": delta}
         chunks: dict[Payload, Views] = {"bundle": bundle, "kv": {"k": k, "v": v}}
-        super().__init__(call, call.backward, chunks, ("dq", "dkv"), seed)
+        super().__init__(call, program, chunks, ("dq", "dkv"), seed)
 
     def compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
         queries, keys = self._rows.views[block.row_slot], self._cols.views[block.col_slot]

@@ -156,7 +156,7 @@ class Call:
     """What both passes of one attention call share on one rank; no tensors."""
 
     forward: Program
-    backward: Program
+    backward: Program | None  # None where no gradient is wanted
     kernel: AttentionKernel
     dropout: DropoutRule | None
     batch: int
@@ -193,10 +193,10 @@ class Call:
     @cached_property
     def lines(self) -> Mapping[AccumulatorKind, Line]:
         """The accumulators of each kind."""
-        return {kind: self._line(kind) for kind in ACCUMULATOR_KINDS}
+        programs = {kind: self.forward if kind == "out" else self.backward for kind in ACCUMULATOR_KINDS}
+        return {kind: self._line(kind, program) for kind, program in programs.items() if program is not None}
 
-    def _line(self, kind: AccumulatorKind) -> Line:
-        program = self.forward if kind == "out" else self.backward
+    def _line(self, kind: AccumulatorKind, program: Program) -> Line:
         axis, slots, tile = AXIS[kind], program.schedule.slots, program.schedule.tile
         by_row = axis == "row"
         held, received = (slots.row_acc, slots.row_recv) if by_row else (slots.col_acc, slots.col_recv)

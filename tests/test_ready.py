@@ -114,6 +114,20 @@ def test_a_wrong_call_after_a_right_one_is_refused_every_time() -> None:
     run_ranks(2, on_rank)
 
 
+@pytest.mark.parametrize("call", [attend, without_grad], ids=["with-grad", "without-grad"])
+def test_lists_are_made_for_the_passes_that_may_come(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    directions: list[str] = []
+    route = calls.route
+
+    def watched(direction: Any, *rest: Any, **how: Any) -> Any:
+        directions.append(direction)
+        return route(direction, *rest, **how)
+
+    monkeypatch.setattr(calls, "route", watched)
+    run_ranks(1, lambda group: call(ma.init_attention_mesh(group).sequence(5)) is None)
+    assert directions == (["forward", "backward"] if call is attend else ["forward"])
+
+
 def test_an_autocast_call_runs_in_the_type_of_autocast_every_time() -> None:
     def on_rank(group: Any) -> None:
         seq = ma.init_attention_mesh(group).sequence(5)
