@@ -224,6 +224,20 @@ def test_the_guide_shows_the_mesh_that_its_plan_takes(capsys: pytest.CaptureFixt
     assert command and shown and shown[1] in out(capsys, command[1])
 
 
+def test_the_guide_says_what_a_million_tokens_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the planner does now; so does the report that it links."""
+    command = "plan --ranks 2 --seq-len 1M --heads 32 --kv-heads 8 --topology dgx-h200"
+    found = json.loads(out(capsys, f"{command} --json"))["candidates"]
+    seconds = {f"{each['heads']}x{each['tile']}": f"{each['total_us'] / 1e6:.1f} s" for each in found}
+    ring, tile, heads = (seconds[cut] for cut in ("1x1x2", "1x2x1", "2x1x1"))
+    docs = Path(__file__).parent.parent / "docs"
+    guide = " ".join((docs / "planning.md").read_text().split())
+    assert f"it says {ring} for a ring, {tile} for a tile and {heads} for a head axis" in guide
+    (report,) = re.findall(r"\.\./(benchmarks/reports/\S+-million-tokens\.md)", guide)
+    beside = " ".join((docs.parent / report).read_text().split())
+    assert f"predicts {ring} for ring, {tile} for the tile 2x1 and {heads} for the head axis" in beside
+
+
 def test_plan_says_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On stderr alone, and only where it takes a while."""
     assert main(PLAN.split()) == 0
