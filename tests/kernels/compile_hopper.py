@@ -32,6 +32,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from meshattn_kernels.hopper import bind, plans
 from meshattn_kernels.hopper.backward import backward_kernel
 from meshattn_kernels.hopper.forward import forward_kernel
+from meshattn_kernels.hopper.join import join_parts_kernel
 from meshattn_kernels.hopper.ordered_add import segment_of
 from meshattn_kernels.hopper.plans import ARRAY, BAND, FULL, KV_TILE, head_tile
 from meshattn_kernels.hopper.prepare import (
@@ -48,7 +49,7 @@ MAX_ADDED_WAITS = 3
 GLUON_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 MASKS = {FULL: "full", BAND: "band", ARRAY: "array"}
 INT_POINTERS = (
-    "start_ptr", "end_ptr", "worker_start", "tasks", "steps", "counters", "mailbox",
+    "start_ptr", "end_ptr", "worker_start", "tasks", "steps", "counters", "mailbox", "joins",
 )  # fmt: skip
 
 
@@ -94,6 +95,7 @@ def forward(
     *,
     first: bool,
     finished: bool = False,
+    parts: bool = False,
     head_dim_v: int | None = None,
     dtype: str = "bf16",
 ) -> Variant:
@@ -109,10 +111,10 @@ def forward(
     constants = {
         "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
         "HEAD_DIM_V": head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs, "MASK": mask,
-        "FIRST": first,
+        "FIRST": first, "PARTS": parts,
     }  # fmt: skip
     name = f"forward {dtype} D{head_dim} D_v{head_dim_v} {MASKS[mask]} {'first' if first else 'merge'}"
-    name += " finished" * finished
+    name += " parts" * parts + " finished" * finished
     return Variant(name, forward_kernel, 4, types, constants)
 
 
@@ -178,6 +180,10 @@ def small_kernels() -> Iterator[Variant]:
     yield Variant("add parts", add_parts_kernel, 4, {"num_parts": "*i32"}, constants)
     finished = {"num_parts": "*i32", "dk_ptr": "*bf16", "dv_ptr": "*bf16"}
     yield Variant("add parts finished", add_parts_kernel, 4, finished, {**constants, "FIRST": True})
+    constants = {"BLOCK": 192, "ROWS": bind.JOIN_ROWS, "HEAD_DIM_V": 96, "DV_TILE": 128, "FIRST": False}
+    yield Variant("join parts", join_parts_kernel, 4, {}, constants)
+    constants = {"BLOCK": 128, "ROWS": bind.JOIN_ROWS, "HEAD_DIM_V": 128, "DV_TILE": 128, "FIRST": True}
+    yield Variant("join parts finished", join_parts_kernel, 4, {"out_ptr": "*bf16"}, constants)
     for plus in (False, True):
         constants = {"BLOCK": bind.FINISH_BLOCK, "PLUS": plus}
         yield Variant(f"finish dkv{' plus' * plus}", finish_dkv_kernel, 4, types, constants)
@@ -191,7 +197,8 @@ def covering_set() -> Iterator[Variant]:
     yield forward(64, ARRAY, first=True)
     yield forward(64, FULL, first=False, dtype="fp16")
     yield forward(96, ARRAY, first=False, head_dim_v=64)
-    yield forward(128, FULL, first=True, finished=True)
+    yield forward(128, FULL, first=True, parts=True, finished=True)
+    yield forward(64, BAND, first=False, parts=True)
     yield backward(128, FULL)
     yield backward(64, BAND, finished=True)
     yield backward(128, BAND, first_dq=False, first_dkv=False, grouped=True, parts=True)
@@ -205,9 +212,10 @@ def all_variants() -> Iterator[Variant]:
     yield from small_kernels()
     both = (False, True)
     for dtype, head_dim, mask in itertools.product(("bf16", "fp16"), (128, 64, 96, 48), MASKS):
-        for first in both:
-            yield forward(head_dim, mask, first=first, dtype=dtype)
-        yield forward(head_dim, mask, first=True, finished=True, dtype=dtype)
+        for parts in both:
+            for first in both:
+                yield forward(head_dim, mask, first=first, parts=parts, dtype=dtype)
+            yield forward(head_dim, mask, first=True, parts=parts, finished=True, dtype=dtype)
         for first_dq, first_dkv, grouped, parts in itertools.product(both, both, both, both):
             if first_dq and first_dkv:
                 yield backward(head_dim, mask, grouped=grouped, parts=parts, finished=True, dtype=dtype)

@@ -17,6 +17,8 @@ from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals
 from meshattn_kernels.dash import SCHEDULES
 from tolerance import assert_close
 
+plans = pytest.importorskip("meshattn_kernels.hopper.plans", exc_type=ImportError)
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -337,6 +339,28 @@ def test_same_bits_for_repeats_and_workers(head_dim: int, heads: tuple[int, int]
         again = Run(hopper(workers=workers), 0.1)(inputs, blocks)
         for name in Results._fields:
             assert torch.equal(getattr(again, name), getattr(expected, name)), f"{name}, workers {workers}"
+
+
+@pytest.mark.parametrize("keys", [1408, 1330], ids=lambda keys: f"S_k{keys}")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tasks_in_pieces(head_dim: int, keys: int) -> None:
+    """More tasks than the nominal workers, which see the same: the last ones are cut."""
+    shape = Shape(B=1, S=1930, H=13, H_kv=13, D=head_dim, S_k=keys)
+    inputs, scale, visible = on_gpu(shape), 0.1, full(shape)
+    call = hopper()._call(*inputs[:3], True)  # type: ignore[attr-defined]
+    assert plans.forward_plan(visible, call).num_parts and plans.backward_plan(visible, call).parts
+    once: list[Block] = [(slice(None), visible)]
+    oracle, eager = (dense(inputs, pairs(visible, shape), scale, x) for x in (torch.float64, torch.bfloat16))
+    expected = Run(hopper(), scale)(inputs, once)
+    for name in Results._fields:
+        assert_close(name, getattr(expected, name), getattr(oracle, name), getattr(eager, name))
+    for workers in (116, 66, 33, 1):
+        again = Run(hopper(workers=workers), scale, at_once=("dkv",))(inputs, once)
+        for name in Results._fields:
+            assert torch.equal(getattr(again, name), getattr(expected, name)), f"{name}, workers {workers}"
+    twice = Run(hopper(), scale)(inputs, once * 2)
+    assert_close("out", twice.out, oracle.out, eager.out)
+    assert_close("lse", twice.lse, oracle.lse + math.log(2), eager.lse + math.log(2))
 
 
 @pytest.mark.parametrize("schedule", [None, "split_shift"])

@@ -22,6 +22,7 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
     pytest.skip("interpreted in a process of its own", allow_module_level=True)
 
+from meshattn_kernels.hopper.join import join_parts_kernel  # noqa: E402
 from meshattn_kernels.portable.launch import INTERPRETED  # noqa: E402
 from meshattn_kernels.row_passes import launch_delta, launch_merge  # noqa: E402
 
@@ -148,3 +149,34 @@ def test_on_a_gpu_neither_makes_a_temporary() -> None:
         before = torch.cuda.memory_allocated()
         call()
         assert torch.cuda.max_memory_allocated() - before <= expected
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "merge"])
+def test_parts_of_rows_are_joined_by_weight(first: bool) -> None:
+    """Three blocks of rows, the last one cut off by the end of the sequence, with rows that see no key."""
+    shape, block = Shape(B=2, S=43, H=3, H_kv=3, D=40), 16
+    joins = [(0, 2, 0, 3, 2), (1, 0, 2, 0, 3), (1, 1, 1, 5, 2)]
+    generator = torch.Generator().manual_seed(3)
+    out_parts = torch.randn((7, block, shape.D), generator=generator)
+    lse_parts = torch.randn((7, block), generator=generator)
+    lse_parts[3, 5:] = lse_parts[4, 9:] = -math.inf
+    lse = torch.randn((shape.B, shape.H, shape.S), generator=generator)
+    out, expected_lse = normal(shape, torch.float32, 4).cpu(), lse.clone()
+    expected = out.clone()
+    for batch, head, number, begin, count in joins:
+        rows = slice(number * block, min((number + 1) * block, shape.S))
+        size = rows.stop - rows.start
+        weights, values = lse_parts[begin : begin + count, :size], out_parts[begin : begin + count, :size]
+        if not first:
+            weights = torch.cat((weights, lse[batch, head, rows][None]))
+            values = torch.cat((values, out[batch, rows, head][None]))
+        share = weights.softmax(0).nan_to_num(0.0)
+        expected[batch, rows, head] = (share[..., None] * values).sum(0)
+        expected_lse[batch, head, rows] = weights.logsumexp(0)
+    table = torch.tensor([[*join, 0, 0, 0] for join in joins], dtype=torch.int32)
+    tensors = [x.to(DEVICE) for x in (out_parts, lse_parts, table, out, lse)]
+    join_parts_kernel[(len(joins) * block // 8,)](
+        *tensors, shape.S, shape.S, shape.H, BLOCK=block, ROWS=8, HEAD_DIM_V=shape.D, DV_TILE=64, FIRST=first
+    )
+    torch.testing.assert_close(tensors[3].cpu(), expected)
+    torch.testing.assert_close(tensors[4].cpu(), expected_lse)

@@ -17,6 +17,12 @@ from meshattn_kernels.tile_ranges import TileRanges
 NOMINAL_WORKERS = 132
 """The choice of a schedule counts on this many workers, whatever the number is: it decides bits."""
 
+MAX_PIECES = 8
+"""Tasks that a key/value tile of a full mask is cut into at most."""
+
+SUM_COST = 0.03
+"""Time of a part of dk, dv of a tile in the sum over all parts, in steps."""
+
 HANDOFF = 0.6
 """Time from one addition into a query tile to the next, in steps: measured 1.35 to 1.55 us, a step 2.3 us."""
 
@@ -39,13 +45,15 @@ def choose_schedule(
        under a causal mask those with shorter tiles would wait at each next head.
     2. A full mask over few heads: ``split_shift``, if the chain of turns at the start is longer than what the
        second task of each key/value tile costs.
-    3. A longest task above the fair share of a worker: ``halves``.
-    4. Otherwise ``longest_first``: over many heads the chain at the start is short.
+    3. A full mask over more heads: ``longest_first`` with its last tiles cut, if the workers would not end
+       together.
+    4. A longest task above the fair share of a worker: ``halves``.
+    5. Otherwise ``longest_first``: over many heads the chain at the start is short.
     """
     split = heads > kv_heads and _split_is_faster(ranges, heads, kv_heads)
     units = heads if split else kv_heads
     seen = sum(length > 0 for length in ranges.lengths)
-    name, wave = "longest_first", None
+    name, wave, cut = "longest_first", None, None
     in_flight = heads_in_flight(head_dim, ranges.query_tiles * ranges.q_tile, uniform=ranges.is_uniform)
     if ranges.is_uniform:
         share = units * seen / NOMINAL_WORKERS  # key/value tiles of a worker
@@ -54,7 +62,9 @@ def choose_schedule(
         if gain > LEAST_GAIN * max(share, 1.0) * max(ranges.lengths, default=0) * (heads / units):
             name, wave = "split_shift", max(1, min(seen, SPLIT_SHIFT_SPAN // units))
             in_flight = units
-    elif not ranges.is_uniform and max(ranges.lengths) * NOMINAL_WORKERS > units * ranges.pairs:
+        elif not split:  # else each tile has as many parts as query heads anyway
+            cut = _best_cut(ranges, units, heads // units)
+    elif max(ranges.lengths) * NOMINAL_WORKERS > units * ranges.pairs:
         name = "halves"
     return build_table(
         name,
@@ -65,6 +75,7 @@ def choose_schedule(
         heads_in_flight=in_flight,
         split_heads=split,
         wave=wave,
+        cut=cut,
     )
 
 
@@ -92,6 +103,25 @@ def heads_in_flight(head_dim: int, rows: int, *, uniform: bool) -> int:
     fit = CACHE_BYTES // max(1, 8 * head_dim * rows)
     slack = 0 if uniform else (1024 if head_dim > 64 else 2048) // head_dim
     return 1 << (max(1, fit, slack).bit_length() - 1)
+
+
+def _best_cut(ranges: TileRanges, units: int, group: int) -> tuple[int, int] | None:
+    """How many key/value tiles of a full mask to cut into how many pieces, if that is worth while: whole
+    tasks first, then pieces, each by the nominal worker that is free first."""
+    length, tiles = ranges.lengths[0] * group, ranges.kv_tiles
+    if units * tiles <= NOMINAL_WORKERS or not all(ranges.lengths):
+        return None
+    whole, rounds = length + TASK_COST, -(-units * tiles // NOMINAL_WORKERS)
+    best, cut = rounds * whole * (1 - LEAST_GAIN), None
+    for cut_tiles in range(1, min(tiles - 1, NOMINAL_WORKERS // units + 1) + 1):
+        done, busy = divmod(units * (tiles - cut_tiles), NOMINAL_WORKERS)
+        for pieces in range(2, MAX_PIECES + 1):
+            piece = -(-length // pieces) + TASK_COST + PART_COST
+            last = place([whole] * busy + [piece] * (units * cut_tiles * pieces), NOMINAL_WORKERS)[1]
+            end = done * whole + last + SUM_COST * units * cut_tiles * pieces
+            if end < best:
+                best, cut = end, (cut_tiles, pieces)
+    return cut
 
 
 def _split_is_faster(ranges: TileRanges, heads: int, kv_heads: int) -> bool:

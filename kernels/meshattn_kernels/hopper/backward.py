@@ -78,13 +78,17 @@ class Gradients:
     keys: gl.tensor
     kv_heads: gl.tensor
     all_kv_heads: gl.tensor
-    num_tiles: gl.tensor
+    num_part_tiles: gl.tensor
+    first_part_tile: gl.tensor
     scale: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, dk, dv, dk_parts, dv_parts, keys, kv_heads, all_kv_heads, num_tiles, scale):
+    def __init__(
+        self, dk, dv, dk_parts, dv_parts, keys, kv_heads, all_kv_heads, num_part_tiles, first_part_tile, scale
+    ):
         self.dk, self.dv, self.dk_parts, self.dv_parts = dk, dv, dk_parts, dv_parts
-        self.keys, self.kv_heads, self.all_kv_heads, self.num_tiles = keys, kv_heads, all_kv_heads, num_tiles
+        self.keys, self.kv_heads, self.all_kv_heads = keys, kv_heads, all_kv_heads
+        self.num_part_tiles, self.first_part_tile = num_part_tiles, first_part_tile
         self.scale = scale
 
 
@@ -148,7 +152,7 @@ def load_partition(
 @gluon.jit(
     do_not_specialize=[
         "lo", "hi", "n_q", "n_k", "heads", "kv_heads", "all_kv_heads", "num_keys",
-        "num_q_tiles", "num_kv_tiles", "num_rows", "scale",
+        "num_q_tiles", "num_part_tiles", "first_part_tile", "num_rows", "scale",
     ],
     do_not_specialize_on_alignment=[
         "start_ptr", "end_ptr", "counters", "mailbox", "worker_start", "tasks", "steps",
@@ -157,7 +161,8 @@ def load_partition(
 def backward_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, init_desc, dk_ptr, dv_ptr, dk_parts, dv_parts,
     start_ptr, end_ptr, counters, mailbox, worker_start, tasks, steps,
-    lo, hi, n_q, n_k, heads, kv_heads, all_kv_heads, num_keys, num_q_tiles, num_kv_tiles, num_rows, scale,
+    lo, hi, n_q, n_k, heads, kv_heads, all_kv_heads, num_keys, num_q_tiles, num_part_tiles,
+    first_part_tile, num_rows, scale,
     Q_TILE: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, Q_HALVES: gl.constexpr,
     MASK: gl.constexpr, FIRST_DQ: gl.constexpr, FIRST_DKV: gl.constexpr, GROUPED: gl.constexpr,
@@ -184,7 +189,8 @@ def backward_kernel(
     )  # fmt: skip
     rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
     gradients = Gradients(
-        dk_ptr, dv_ptr, dk_parts, dv_parts, num_keys, kv_heads, all_kv_heads, num_kv_tiles, scale
+        dk_ptr, dv_ptr, dk_parts, dv_parts, num_keys, kv_heads, all_kv_heads, num_part_tiles,
+        first_part_tile, scale,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize([

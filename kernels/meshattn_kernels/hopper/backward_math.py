@@ -266,7 +266,8 @@ def add_dkv(
         if turn < 0:
             add_alone(gradients, dk, dv, kv_head, first_key, zero, HEAD_DIM, HEAD_DIM_V, FIRST)
         else:
-            number = (turn * gradients.all_kv_heads + kv_head) * gradients.num_tiles + kv_tile
+            number = (turn * gradients.all_kv_heads + kv_head) * gradients.num_part_tiles
+            number += kv_tile - gradients.first_part_tile
             first = number.to(gl.int64) * KV_TILE + INDEX * KEYS
             store_part(gradients.dv_parts, dv, first, zero, HEAD_DIM_V)
             store_part(gradients.dk_parts, dk, first, zero, HEAD_DIM)

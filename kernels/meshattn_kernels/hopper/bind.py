@@ -12,13 +12,13 @@ from meshattn_kernels.device import on_device
 from meshattn_kernels.hopper.backward import backward_kernel
 from meshattn_kernels.hopper.failure import mailbox
 from meshattn_kernels.hopper.forward import forward_kernel
+from meshattn_kernels.hopper.join import join_parts_kernel
 from meshattn_kernels.hopper.launch import Kernel, descriptor, tiles_of
 from meshattn_kernels.hopper.ordered_add import segment_of
 from meshattn_kernels.hopper.plans import (
     CONSUMER_ROWS,
     KV_TILE,
     BackwardPlan,
-    Call,
     ForwardPlan,
     head_tile,
 )
@@ -34,6 +34,7 @@ PREPARE_BLOCK = 1024
 FINISH_ROWS = 64
 FINISH_BLOCK = 2048
 PART_ROWS = 4
+JOIN_ROWS = 8
 STAGES = 2
 
 _forward = Kernel(forward_kernel, num_warps=4)
@@ -41,21 +42,24 @@ _backward = Kernel(backward_kernel, num_warps=4, cooperative=True)
 _prepare = Kernel(prepare_kernel, num_warps=4)
 _finish_dq = Kernel(finish_dq_kernel, num_warps=4)
 _finish_dkv = Kernel(finish_dkv_kernel, num_warps=4)
+_join_parts = Kernel(join_parts_kernel, num_warps=4)
 _add_parts = Kernel(add_parts_kernel, num_warps=4)
 _finish_launches: Kept[Launch] = Kept()
 
 
 def bind_forward(
-    call: Call,
     plan: ForwardPlan,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    scratch: Tensor,
     intervals: Intervals,
     scale: float,
 ) -> Launch:
+    call = plan.call
+    out_parts, lse_parts = torch.split(scratch, list(plan.scratch_sizes))
     n_q, n_k, mask, tiling = intervals.n_q, intervals.n_k, plan.mask, plan.tiling
     d_tile, dv_tile = head_tile(call.head_dim), head_tile(call.head_dim_v)
     launch = _forward.bind(
@@ -63,18 +67,31 @@ def bind_forward(
         plan.workers,
         (
             tiles_of(q, n_q, CONSUMER_ROWS, d_tile), tiles_of(k, n_k, KV_TILE, d_tile),
-            tiles_of(v, n_k, KV_TILE, dv_tile), out, lse, mask.start, mask.end, plan.worker_start, plan.tasks,
+            tiles_of(v, n_k, KV_TILE, dv_tile), out, lse, out_parts, lse_parts, mask.start, mask.end,
+            plan.worker_start, plan.tasks,
             mask.lo, mask.hi, n_q, n_k, call.rows_q, call.heads, scale,
         ),
         {
             "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
             "HEAD_DIM_V": call.head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs,
-            "MASK": mask.kind, "FIRST": call.first,
+            "MASK": mask.kind, "FIRST": call.first, "PARTS": plan.num_parts > 0,
         },
         q.dtype,
         out.dtype,
     )  # fmt: skip
-    return _keeping(launch, plan)
+    if not plan.num_parts:
+        return _keeping([launch], plan)
+    join = _join_parts.bind(
+        call.device,
+        len(plan.joins) * (tiling.block // JOIN_ROWS),
+        (out_parts, lse_parts, plan.joins, out, lse, call.rows_q, n_q, call.heads),
+        {
+            "BLOCK": tiling.block, "ROWS": JOIN_ROWS, "HEAD_DIM_V": call.head_dim_v, "DV_TILE": dv_tile,
+            "FIRST": call.first,
+        },
+        out.dtype,
+    )  # fmt: skip
+    return _keeping([launch, join], plan)
 
 
 def backward_tiles(head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -125,7 +142,7 @@ def bind_backward(
             counters, mailbox(),
             table.worker_start, table.tasks, table.steps,
             mask.lo, mask.hi, n_q, n_k, call.heads, call.kv_heads, table.kv_heads, call.rows_k,
-            table.query_tiles, table.kv_tiles, plan.num_rows, scale,
+            table.query_tiles, len(plan.parts_of_tiles), plan.first_part_tile, plan.num_rows, scale,
         ),
         {
             "Q_TILE": q_tile, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
@@ -141,10 +158,10 @@ def bind_backward(
         launches.append(
             _add_parts.bind(
                 call.device,
-                table.kv_heads * table.kv_tiles * (KV_TILE // PART_ROWS),
+                table.kv_heads * len(plan.parts_of_tiles) * (KV_TILE // PART_ROWS),
                 (
-                    dk_parts, dv_parts, dk, dv, plan.parts_of_tiles,
-                    call.kv_heads, table.kv_heads, call.rows_k, table.kv_tiles, scale,
+                    dk_parts, dv_parts, dk, dv, plan.parts_of_tiles, call.kv_heads, table.kv_heads,
+                    call.rows_k, len(plan.parts_of_tiles), plan.first_part_tile, scale,
                 ),
                 {
                     "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "D_TILE": d_tile,
@@ -153,19 +170,15 @@ def bind_backward(
                 dk.dtype,
             )
         )  # fmt: skip
-
-    def launch() -> None:
-        for each in launches:
-            each()
-
-    return _keeping(launch, plan)
+    return _keeping(launches, plan)
 
 
-def _keeping(launch: Launch, plan: ForwardPlan | BackwardPlan) -> Launch:
-    """The launch, with the plan whose tables it reads."""
+def _keeping(launches: list[Launch], plan: ForwardPlan | BackwardPlan) -> Launch:
+    """One launch after the other, with the plan whose tables they read."""
 
     def kept(plan: ForwardPlan | BackwardPlan = plan) -> None:
-        launch()
+        for launch in launches:
+            launch()
 
     return kept
 

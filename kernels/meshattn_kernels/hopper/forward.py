@@ -86,17 +86,17 @@ def load_partition(q_desc, k_desc, v_desc, worker_start, tasks, memory):
 
 @gluon.jit(
     do_not_specialize=["lo", "hi", "n_q", "n_k", "num_rows", "heads", "scale"],
-    do_not_specialize_on_alignment=["lse_ptr", "start_ptr", "end_ptr", "worker_start", "tasks"],
+    do_not_specialize_on_alignment=["lse_ptr", "lse_parts", "start_ptr", "end_ptr", "worker_start", "tasks"],
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, start_ptr, end_ptr, worker_start, tasks,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, out_parts, lse_parts, start_ptr, end_ptr, worker_start, tasks,
     lo, hi, n_q, n_k, num_rows, heads, scale,
     CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr,
+    FIRST: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is read as
-    zero."""
+    zero. PARTS: some tasks have some of the keys of their rows only; join.py puts these parts together."""
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     memory = Memory(
         gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT),
@@ -107,24 +107,24 @@ def forward_kernel(
         new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS),
     )  # fmt: skip
     rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
-    output = Output(out_ptr, lse_ptr, num_rows, heads)
+    output = Output(out_ptr, lse_ptr, out_parts, lse_parts, num_rows, heads)
     fence_async_shared()
     # Argument tuples must be written inline: a tuple built before the call does not compile.
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer_0, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)),
             (consumer_1, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)),
             (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer_0, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)),
             (consumer_1, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)),
             (consumer_2, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)),
+                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)),
             (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

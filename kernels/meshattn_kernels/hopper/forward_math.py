@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from meshattn_kernels.hopper.masks import FULL, common_keys, row_ends, row_starts
-from meshattn_kernels.hopper.output import ROWS, lse_addresses, out_addresses
+from meshattn_kernels.hopper.output import ROWS, lse_addresses, out_addresses, store_part
 from meshattn_kernels.hopper.shim import LN2, LOG2E
 
 MAX_START = gl.constexpr(-1e30)
@@ -37,8 +37,8 @@ setp.neu.f32 other, $10, 1.0; @other mul.f32 $2, $2, $10; @other mul.f32 $3, $3,
 """Four sums of a thread, two of a row and two of another, times the factors of the rows. Instructions whose
 predicate is false in a whole warp take hardly any power, which is what limits the clock."""
 TASK_FIELDS = gl.constexpr(8)
-"""int32 values of a task: batch, query head, key/value head, query block, first tile, number of tiles, 0,
-0."""
+"""int32 values of a task: batch, query head, key/value head, query block, first tile, number of tiles, 0 or
+the number of its part from 1 on, 0."""
 
 
 @gluon.jit
@@ -135,6 +135,7 @@ def read_earlier(lse_at, lse_mask, out_at, out_mask):
 def consumer(
     INDEX: gl.constexpr, output, rows, worker_start, tasks, scale, memory,
     HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
     """64 query rows of each task. CARRY_PROBS: P is carried from step to step and P V of a step runs during
     the softmax of the next. Otherwise the scores are carried, Q K^T of the next step and P V of this one are
@@ -229,6 +230,10 @@ def consumer(
         out = issue_output(probs, out, memory, step)
         # Padding rows saw what their q, read as zero, would see: they are written as empty, or not at all.
         written = output.rows if FIRST else rows.n_q
+        if PARTS:
+            part = gl.load(task_row + 6)
+            if part > 0:  # stored beside the accumulator, none of whose rows it touches
+                written = 0
         lse_at, lse_mask = lse_addresses(output, task_row, first_row, written, S_ROW)
         if READ_EARLY:
             out_at, out_mask = out_addresses(output, task_row, first_row, written, HEAD_DIM_V, O_LAYOUT)
@@ -255,27 +260,36 @@ def consumer(
         gl.store(lse_at, lse, mask=lse_mask)
         out = out * gl.convert_layout(weight, O_ROW)[:, None]
         gl.store(out_at, out.to(output.out.dtype.element_ty), mask=out_mask)
+        if PARTS:
+            if part > 0:
+                store_part(output, part - 1, INDEX, CONSUMERS, out, lse, HEAD_DIM_V)
 
 
 @gluon.jit
 def consumer_0(
     output, rows, worker_start, tasks, scale, memory,
     HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
-    consumer(0, output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)
+    consumer(0, output, rows, worker_start, tasks, scale, memory,
+             HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)  # fmt: skip
 
 
 @gluon.jit
 def consumer_1(
     output, rows, worker_start, tasks, scale, memory,
     HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
-    consumer(1, output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)
+    consumer(1, output, rows, worker_start, tasks, scale, memory,
+             HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)  # fmt: skip
 
 
 @gluon.jit
 def consumer_2(
     output, rows, worker_start, tasks, scale, memory,
     HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
+    PARTS: gl.constexpr,
 ):  # fmt: skip
-    consumer(2, output, rows, worker_start, tasks, scale, memory, HEAD_DIM_V, CARRY_PROBS, MASK, FIRST)
+    consumer(2, output, rows, worker_start, tasks, scale, memory,
+             HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)  # fmt: skip

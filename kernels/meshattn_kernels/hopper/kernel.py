@@ -28,12 +28,19 @@ from meshattn_kernels.device import multiprocessors, on_device
 from meshattn_kernels.dispatch import choose_kernel
 from meshattn_kernels.hopper.bind import bind_backward, bind_forward, finished_dkv, finished_dq
 from meshattn_kernels.hopper.launch import tma_ready
-from meshattn_kernels.hopper.plans import BackwardPlan, Call, backward_plan, forward_plan, number_of
+from meshattn_kernels.hopper.plans import (
+    BackwardPlan,
+    Call,
+    ForwardPlan,
+    backward_plan,
+    forward_plan,
+    number_of,
+)
 from meshattn_kernels.intervals import BandIntervals, Intervals
 
-_forward_launches: Kept[Launch] = Kept()
+_forwards: Kept[tuple[ForwardPlan, Kept[Launch]]] = Kept()
 _backwards: Kept[tuple[BackwardPlan, Kept[Launch]]] = Kept()
-"""The launches of a backward by the address of its scratch memory."""
+"""The launches of a pass by the address of its scratch memory."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +109,8 @@ class HopperKernel:
             out.data_ptr(), lse.data_ptr(), q.dtype, out.dtype, q.get_device(),
             _identity_of(intervals), softmax_scale, first, self.workers, self.part,
         )  # fmt: skip
-        launch = _forward_launches.get(key)
-        if launch is None:  # what follows is settled by the key: it need not be looked at again
+        known = _forwards.get(key)
+        if known is None:  # what follows is settled by the key: it need not be looked at again
             _check_call(q, k, v, softmax_scale)
             ready = tuple(map(tma_ready, (q, k, v)))
             if any(x is not y for x, y in zip(ready, (q, k, v), strict=True)):
@@ -114,10 +121,15 @@ class HopperKernel:
             plan = forward_plan(intervals, call)
             if plan.empty:
                 return clear_accumulator(acc) if first else None
-            with on_device(q.device):
-                launch = bind_forward(call, plan, q, k, v, out, lse, intervals, float(softmax_scale))
-            _forward_launches.put(key, launch)
+            known = _forwards.put(key, (plan, Kept()))
+        plan, launches = known
         with on_device(q.device):
+            scratch = torch.empty(plan.scratch_size, dtype=torch.float32, device=q.device)
+            launch = launches.get(scratch.data_ptr())
+            if launch is None:
+                launch = launches.put(scratch.data_ptr(), bind_forward(
+                    plan, q, k, v, out, lse, scratch, intervals, float(softmax_scale)
+                ))  # fmt: skip
             launch()
 
     def backward(

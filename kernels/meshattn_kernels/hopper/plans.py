@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshattn_kernels.dash import LOAD, STORE, ScheduleTable, choose_schedule, named_schedule
+from meshattn_kernels.dash.choice import LEAST_GAIN, NOMINAL_WORKERS
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
 from meshattn_kernels.sharing import heads_of
 from meshattn_kernels.tile_ranges import visible_ranges
@@ -110,12 +111,26 @@ class Mask:
 class ForwardPlan:
     """None of the fields after ``empty`` is used when it is true."""
 
+    call: Call
     empty: bool
     mask: Mask
     tiling: ForwardTiling
     workers: int
     worker_start: Tensor
     tasks: Tensor
+    joins: Tensor
+    """The blocks that are put together from parts: see ``join.join_parts_kernel``."""
+    num_parts: int
+
+    @cached_property
+    def scratch_sizes(self) -> tuple[int, int]:
+        """float32 numbers of the parts of out, and of lse."""
+        rows = self.num_parts * self.tiling.block
+        return rows * self.call.head_dim_v, rows
+
+    @cached_property
+    def scratch_size(self) -> int:
+        return sum(self.scratch_sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,12 +147,15 @@ class BackwardPlan:
     some_unseen: bool
     """Whether some query tile gets no contribution."""
     parts_of_tiles: Tensor
-    """int32 [kv_tiles] on the device: tasks that share each key/value tile, 0 where it has one alone."""
+    """int32 on the device, from the first key/value tile that several tasks share: how many, 0 where a tile
+    has one task alone."""
+    first_part_tile: int
 
     @property
     def parts(self) -> bool:
         """Whether some tiles of dk, dv are sums over tasks. These are stored, and summed by another kernel:
-        to add them in turn costs waits instead. They take as much memory as twice the accumulator of dq."""
+        to add them in turn costs waits instead. Where all tiles are shared they take as much memory as twice
+        the accumulator of dq."""
         return self.table.max_dkv_turns > 1
 
     @cached_property
@@ -150,7 +168,7 @@ class BackwardPlan:
         """4-byte elements of the initial rows, the counters, and the parts of dk and of dv; each begins at a
         multiple of 16 bytes."""
         table = self.table
-        part_rows = table.max_dkv_turns * table.kv_heads * table.kv_tiles * KV_TILE * self.parts
+        part_rows = table.max_dkv_turns * table.kv_heads * len(self.parts_of_tiles) * KV_TILE * self.parts
         counters = -(-self.num_counters // 4) * 4
         return 2 * self.num_rows, counters, part_rows * self.call.head_dim, part_rows * self.call.head_dim_v
 
@@ -225,41 +243,78 @@ def _make_forward(intervals: Intervals, call: Call) -> ForwardPlan:
     device = torch.device("cuda", call.device)
     mask = _mask(intervals, device, of_keys=False)
     tiling = _FORWARD[call.head_tile, mask.kind]
-    starts, tasks = forward_tasks(intervals, call, tiling.block)
+    starts, tasks, joins = forward_tasks(intervals, call, tiling.block)
     return ForwardPlan(
+        call=call,
         empty=intervals.is_empty,
         mask=mask,
         tiling=tiling,
         workers=len(starts) - 1,
         worker_start=torch.tensor(starts, dtype=torch.int32, device=device),
         tasks=torch.tensor(tasks, dtype=torch.int32).reshape(-1, 8).to(device),
+        joins=torch.tensor(joins, dtype=torch.int32).reshape(-1, 8).to(device),
+        num_parts=sum(join[4] for join in joins),
     )
 
 
-def forward_tasks(intervals: Intervals, call: Call, block: int) -> tuple[list[int], list[list[int]]]:
-    """Bounds of each worker's tasks, and the tasks: batch, query head, key/value head, query block, first
-    tile of keys, number of tiles, 0, 0. Longest first within a set of heads, to the worker that is free
-    first; no result depends on who does a task. ``first`` calls have a task for every row, others only where
-    a key is seen."""
+Rows8 = list[list[int]]
+"""Rows of a table of eight integers."""
+
+
+def forward_tasks(intervals: Intervals, call: Call, block: int) -> tuple[list[int], Rows8, Rows8]:
+    """Bounds of each worker's tasks, the tasks, and the blocks to be joined.
+
+    A task: batch, query head, key/value head, query block, first tile of keys, number of tiles, 0 or number
+    of its part, 0. Longest first within a set of heads, to the worker that is free first; no result depends
+    on who does a task. ``first`` calls have a task for every row, others only where a key is seen."""
     ranges = []
     for number, (low, high) in enumerate(_key_ranges(intervals, call.rows_q, block)):
         tiles = -(-high // KV_TILE) - low // KV_TILE if low < high else 0
         if tiles or call.first:
             ranges.append((number, low // KV_TILE if tiles else 0, max(tiles, 1)))
     ranges.sort(key=lambda entry: -entry[2])
-    free = [(0.0, worker) for worker in range(call.workers)]
-    work: list[list[list[int]]] = [[] for _ in range(call.workers)]
     all_heads = [(batch, head) for batch in range(call.batch) for head in call.query_heads]
-    for begin in range(0, len(all_heads), HEADS_IN_FLIGHT):
-        for number, first, tiles in ranges:
-            for batch, head in all_heads[begin : begin + HEADS_IN_FLIGHT]:
-                time, worker = free[0]
-                work[worker].append([batch, head, head // call.group, number, first, tiles, 0, 0])
-                heapq.heapreplace(free, (time + tiles + TASK_COST, worker))
+    tasks = [
+        [batch, head, head // call.group, number, first, tiles, 0, 0]
+        for begin in range(0, len(all_heads), HEADS_IN_FLIGHT)
+        for number, first, tiles in ranges
+        for batch, head in all_heads[begin : begin + HEADS_IN_FLIGHT]
+    ]
+    joins: Rows8 = []
+    if call.part == (0, 1) and len({entry[1:] for entry in ranges}) == 1:
+        tasks, joins = _last_ones_cut(tasks)
+    free = [(0.0, worker) for worker in range(call.workers)]
+    work: list[Rows8] = [[] for _ in range(call.workers)]
+    for task in tasks:
+        time, worker = free[0]
+        work[worker].append(task)
+        heapq.heapreplace(free, (time + task[5] + TASK_COST, worker))
     starts = [0]
-    for tasks in work:
-        starts.append(starts[-1] + len(tasks))
-    return starts, [task for tasks in work for task in tasks]
+    for mine in work:
+        starts.append(starts[-1] + len(mine))
+    return starts, [task for mine in work for task in mine], joins
+
+
+def _last_ones_cut(tasks: Rows8) -> tuple[Rows8, Rows8]:
+    """Tasks that see the same tiles, and joins. On the nominal number of workers 15.5 tasks for each would
+    take the time of 16, so those of the last round are one line of tiles, of which every worker gets an equal
+    run, if that is worth while."""
+    rounds, left = divmod(len(tasks), NOMINAL_WORKERS)
+    first, tiles = tasks[0][4:6]
+    share = -(-left * tiles // NOMINAL_WORKERS)
+    gain = tiles - share - 2 * TASK_COST  # a run has the end of one task and the beginning of another
+    if not rounds or not left or gain < LEAST_GAIN * (rounds + 1) * (tiles + TASK_COST):
+        return tasks, []
+    parts: Rows8 = []
+    joins: Rows8 = []
+    for number, task in enumerate(tasks[-left:]):
+        begin, end = number * tiles, (number + 1) * tiles
+        cuts = [begin, *range(-(-(begin + 1) // share) * share, end, share), end]
+        joins.append([task[0], task[1], task[3], len(parts), len(cuts) - 1, 0, 0, 0])
+        for low, high in pairwise(cuts):
+            parts.append([*task[:4], first + low - begin, high - low, len(parts) + 1, 0])
+    parts.sort(key=lambda part: -part[5])
+    return tasks[:-left] + parts, joins
 
 
 def _key_ranges(intervals: Intervals, rows: int, block: int) -> list[tuple[int, int]]:
@@ -297,6 +352,7 @@ def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
     both = LOAD | STORE
     shared = table.tasks[table.tasks[:, 6] >= 0]
     one_head = shared[shared[:, 1] == shared[0, 1], 2] if len(shared) else shared[:, 2]
+    first_part_tile = int(one_head.min()) if len(shared) else 0
     return BackwardPlan(
         call=call,
         empty=intervals.is_empty,
@@ -305,7 +361,8 @@ def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
         table=table.to(device),
         grouped=bool((table.tasks[:, 5] & both != both).any()),
         some_unseen=len(table.unseen) > 0,
-        parts_of_tiles=torch.bincount(one_head.long(), minlength=table.kv_tiles).int().to(device),
+        parts_of_tiles=torch.bincount(one_head.long() - first_part_tile).int().to(device),
+        first_part_tile=first_part_tile,
     )
 
 

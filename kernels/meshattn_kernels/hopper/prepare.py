@@ -84,19 +84,20 @@ def finish_dkv_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["kv_heads", "all_kv_heads", "num_keys", "num_tiles", "scale"],
+    do_not_specialize=["kv_heads", "all_kv_heads", "num_keys", "num_tiles", "first_tile", "scale"],
     do_not_specialize_on_alignment=["num_parts"],
 )
 def add_parts_kernel(
-    dk_parts, dv_parts, dk_ptr, dv_ptr, num_parts, kv_heads, all_kv_heads, num_keys, num_tiles, scale,
+    dk_parts, dv_parts, dk_ptr, dv_ptr, num_parts, kv_heads, all_kv_heads, num_keys, num_tiles, first_tile,
+    scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, D_TILE: tl.constexpr, DV_TILE: tl.constexpr,
     KV_TILE: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """dk, dv [B, C_k, H_kv, D or D_v] = or += the parts of their tiles, in the order of turns; dk is scaled
     if it is no accumulator but the result in the type of the inputs.
 
-    Parts are [turns, B * H_kv, num_tiles, KV_TILE, D or D_v]; num_parts [num_tiles] says how many a tile
-    has, 0 if its only task has stored it already."""
+    Parts are [turns, B * H_kv, num_tiles, KV_TILE, D or D_v], of tiles from first_tile on; num_parts
+    [num_tiles] says how many a tile has, 0 if its only task has stored it already."""
     PIECES: tl.constexpr = KV_TILE // ROWS
     piece = tl.program_id(0) % PIECES
     tile = tl.program_id(0) // PIECES % num_tiles
@@ -104,7 +105,7 @@ def add_parts_kernel(
     parts = tl.load(num_parts + tile)
     if parts > 0:
         batch = kv_head // kv_heads
-        key = tile * KV_TILE + piece * ROWS + tl.arange(0, ROWS)
+        key = (first_tile + tile) * KV_TILE + piece * ROWS + tl.arange(0, ROWS)
         row = (batch.to(tl.int64) * num_keys + key) * kv_heads + (kv_head - batch * kv_heads)
         first = (kv_head.to(tl.int64) * num_tiles + tile) * KV_TILE + piece * ROWS + tl.arange(0, ROWS)
         stride = all_kv_heads.to(tl.int64) * num_tiles * KV_TILE

@@ -1,0 +1,62 @@
+"""Tasks of the Hopper forward: every block of rows with all its keys, the same parts for any workers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshattn_kernels import UNBOUNDED, BandIntervals
+
+plans = pytest.importorskip("meshattn_kernels.hopper.plans", exc_type=ImportError)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    causal=st.booleans(),
+    batch=st.integers(1, 3),
+    kv_heads=st.sampled_from((1, 6, 25, 48)),
+    group=st.sampled_from((1, 2)),
+    rows=st.integers(1, 1200),
+    keys=st.integers(1, 4000),
+    block=st.sampled_from((128, 192)),
+    workers=st.sampled_from((1, 132)),
+)
+def test_every_block_of_rows_meets_all_its_keys(
+    causal: bool, batch: int, kv_heads: int, group: int, rows: int, keys: int, block: int, workers: int
+) -> None:
+    band = BandIntervals(0 if causal else -UNBOUNDED, UNBOUNDED, rows, keys)
+    heads = kv_heads * group
+    call = plans.Call(0, workers, batch, heads, kv_heads, rows, keys, 128, 128, True, None)
+    starts, tasks, joins = plans.forward_tasks(band, call, block)
+    assert len(starts) == workers + 1 and starts == sorted(starts)
+    assert (starts[0], starts[-1]) == (0, len(tasks))
+    alone = {tuple(task[:4]): task[4:6] for task in tasks if task[6] == 0}
+    parts = {task[6]: task for task in tasks if task[6]}
+    assert len(alone) + len(parts) == len(tasks)
+    assert sorted(parts) == list(range(1, sum(join[4] for join in joins) + 1))
+    for b, h, number, first, count, *_ in joins:
+        runs = [parts[first + i + 1] for i in range(count)]
+        assert count > 1 and all(run[:4] == [b, h, h // group, number] for run in runs)
+        assert all(run[5] > 0 for run in runs)
+        assert all(one[4] + one[5] == two[4] for one, two in pairwise(runs))
+        assert (b, h, h // group, number) not in alone
+        alone[b, h, h // group, number] = [runs[0][4], sum(run[5] for run in runs)]
+    assert len(alone) == batch * heads * -(-rows // block)
+    for (_, _, _, number), (first, count) in alone.items():
+        last = min(keys, (number + 1) * block, rows) if causal else keys
+        assert (first, count) == (0, -(-last // 128))
+    _, others, joined = plans.forward_tasks(band, plans.replace(call, workers=7), block)
+    assert sorted(others) == sorted(tasks) and joined == joins
+
+
+def test_the_last_tasks_of_a_full_mask_end_together() -> None:
+    rows, heads, workers = 16384, 16, plans.NOMINAL_WORKERS
+    call = plans.Call(0, workers, 1, heads, heads, rows, rows, 128, 128, True, None)
+    band = BandIntervals(-UNBOUNDED, UNBOUNDED, rows, rows)
+    starts, tasks, _ = plans.forward_tasks(band, call, 128)
+    tiles = [sum(task[5] for task in tasks[a:b]) for a, b in pairwise(starts)]
+    fair = heads * (rows // 128) ** 2 / workers
+    assert max(tiles) < 1.01 * fair < (rows // 128) * -(-heads * (rows // 128) // workers)
