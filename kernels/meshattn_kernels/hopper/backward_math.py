@@ -122,7 +122,8 @@ def step_whole(
     fence_async_shared()
     mbarrier.arrive(memory.ds_full.index(stage), count=1)
     ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, accumulator_layout(D_TILE), 2))
-    return last_products(INDEX, memory, stage, parity, dk, dv, ds_operand, q)
+    OWN_FIRST: gl.constexpr = MASK == FULL  # masks leave too few registers
+    return last_products(INDEX, memory, stage, parity, dk, dv, ds_operand, q, OWN_FIRST)
 
 
 @gluon.jit
@@ -191,14 +192,22 @@ def step_halves(
     fence_async_shared()
     mbarrier.arrive(memory.ds_full.index(stage), count=1)
     dv = warpgroup_mma(probs_operand, do1, dv, is_async=True)
-    return last_products(INDEX, memory, stage, parity, dk, dv, gl.convert_layout(ds, DS_OPERAND), q1)
+    ds_operand = gl.convert_layout(ds, DS_OPERAND)
+    return last_products(INDEX, memory, stage, parity, dk, dv, ds_operand, q1, False)
 
 
 @gluon.jit
-def last_products(INDEX: gl.constexpr, memory, stage, parity, dk, dv, ds_operand, q):
+def part_of_dq(ds, k, FIRST_KEY: gl.constexpr, dq, ADD: gl.constexpr):
+    """Asynchronous dS^T K over one partition's keys, or that added to dq."""
+    ds, k = ds.slice(FIRST_KEY, KEYS, 0), k.slice(FIRST_KEY, KEYS, 0)
+    return warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=ADD, is_async=True)
+
+
+@gluon.jit
+def last_products(INDEX: gl.constexpr, memory, stage, parity, dk, dv, ds_operand, q, OWN_FIRST: gl.constexpr):
     """dk += dS q, and dS^T K for half of the query rows, or half of the columns where there are 64 rows only,
     when the other partition's dS is there. With 64 rows dk is the last and still pending: dq is stored
-    meanwhile. With 128 that would spill."""
+    meanwhile. With 128 that would spill. OWN_FIRST: what dq gets from the own dS need not wait."""
     Q_TILE: gl.constexpr = memory.q.shape[1]
     ds = memory.ds.index(stage)
     k = memory.k
@@ -208,8 +217,13 @@ def last_products(INDEX: gl.constexpr, memory, stage, parity, dk, dv, ds_operand
         ds = ds.slice(INDEX * 64, 64, 1)
     dq = gl.zeros((64, 64), gl.float32, accumulator_layout(64))
     if Q_TILE == 64:
-        mbarrier.wait(memory.ds_full.index(stage), parity)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
+        if OWN_FIRST:
+            dq = part_of_dq(ds, k, INDEX * KEYS, dq, False)
+            mbarrier.wait(memory.ds_full.index(stage), parity)
+            dq = part_of_dq(ds, k, (1 - INDEX) * KEYS, dq, True)
+        else:
+            mbarrier.wait(memory.ds_full.index(stage), parity)
+            dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=False, is_async=True)
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
         dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
     else:
