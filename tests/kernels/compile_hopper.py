@@ -110,8 +110,8 @@ def forward(
     }
     constants = {
         "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
-        "HEAD_DIM_V": head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs, "MASK": mask,
-        "FIRST": first, "PARTS": parts,
+        "HEAD_DIM_V": head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs,
+        "TOGETHER": tiling.together, "MASK": mask, "FIRST": first, "PARTS": parts,
     }  # fmt: skip
     name = f"forward {dtype} D{head_dim} D_v{head_dim_v} {MASKS[mask]} {'first' if first else 'merge'}"
     name += " parts" * parts + " finished" * finished

@@ -74,7 +74,7 @@ def bind_forward(
         {
             "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
             "HEAD_DIM_V": call.head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs,
-            "MASK": mask.kind, "FIRST": call.first, "PARTS": plan.num_parts > 0,
+            "TOGETHER": tiling.together, "MASK": mask.kind, "FIRST": call.first, "PARTS": plan.num_parts > 0,
         },
         q.dtype,
         out.dtype,

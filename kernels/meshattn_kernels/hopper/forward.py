@@ -40,7 +40,7 @@ class Memory:
 
 
 @gluon.jit
-def load_partition(q_desc, k_desc, v_desc, worker_start, tasks, memory):
+def load_partition(q_desc, k_desc, v_desc, worker_start, tasks, memory, TOGETHER: gl.constexpr):
     CONSUMERS: gl.constexpr = memory.q.shape[0]
     D_TILE: gl.constexpr = memory.q.shape[2]
     DV_TILE: gl.constexpr = memory.v.shape[2]
@@ -69,15 +69,21 @@ def load_partition(q_desc, k_desc, v_desc, worker_start, tasks, memory):
             stage = step % STAGES
             parity = ((step // STAGES) & 1) ^ 1
             mbarrier.wait(memory.k_empty.index(stage), parity)
-            mbarrier.expect(memory.k_full.index(stage), KV_TILE * D_TILE * 2)
+            if TOGETHER:
+                v_full = memory.k_full.index(stage)
+                mbarrier.expect(v_full, KV_TILE * (D_TILE + DV_TILE) * 2)
+            else:
+                v_full = memory.v_full.index(stage)
+                mbarrier.expect(memory.k_full.index(stage), KV_TILE * D_TILE * 2)
             load_tile(
                 k_desc, [batch, kv_head, key, 0], memory.k_full.index(stage),
                 reinterpret(memory.k.index(stage), [1, 1, KV_TILE, D_TILE], k_desc.layout),
             )  # fmt: skip
-            mbarrier.wait(memory.v_empty.index(stage), parity)
-            mbarrier.expect(memory.v_full.index(stage), KV_TILE * DV_TILE * 2)
+            if not TOGETHER:
+                mbarrier.wait(memory.v_empty.index(stage), parity)
+                mbarrier.expect(v_full, KV_TILE * DV_TILE * 2)
             load_tile(
-                v_desc, [batch, kv_head, key, 0], memory.v_full.index(stage),
+                v_desc, [batch, kv_head, key, 0], v_full,
                 reinterpret(memory.v.index(stage), [1, 1, KV_TILE, DV_TILE], v_desc.layout),
             )  # fmt: skip
             step += 1
@@ -92,8 +98,8 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, out_parts, lse_parts, start_ptr, end_ptr, worker_start, tasks,
     lo, hi, n_q, n_k, num_rows, heads, scale,
     CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr, PARTS: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr,
+    MASK: gl.constexpr, FIRST: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is read as
     zero. PARTS: some tasks have some of the keys of their rows only; join.py puts these parts together."""
@@ -113,18 +119,18 @@ def forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer_0, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)),
+                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)),
             (consumer_1, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)),
-            (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory)),
+                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)),
+            (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory, TOGETHER)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer_0, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)),
+                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)),
             (consumer_1, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)),
+                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)),
             (consumer_2, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)),
-            (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory)),
+                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)),
+            (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory, TOGETHER)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -48,6 +48,23 @@ def wait_for_keys(memory, step):
 
 
 @gluon.jit
+def release_keys(memory, step, TOGETHER: gl.constexpr):
+    """K of this step has been read. TOGETHER: K and V of a step come and go with one pair of barriers, those
+    of K: fewer waits, but K is loaded later."""
+    if not TOGETHER:
+        mbarrier.arrive(memory.k_empty.index(step % memory.k.shape[0]), count=1)
+
+
+@gluon.jit
+def release_values(memory, step, TOGETHER: gl.constexpr):
+    """V of this step has been read."""
+    if TOGETHER:
+        mbarrier.arrive(memory.k_empty.index(step % memory.k.shape[0]), count=1)
+    else:
+        mbarrier.arrive(memory.v_empty.index(step % memory.k.shape[0]), count=1)
+
+
+@gluon.jit
 def issue_scores(q, memory, step):
     """Wait for K of this step; asynchronous Q K^T  ->  fp32 [64, KV_TILE]."""
     STAGES: gl.constexpr = memory.k.shape[0]
@@ -61,13 +78,14 @@ def issue_scores(q, memory, step):
 
 
 @gluon.jit
-def issue_output(probs, out, memory, step):
+def issue_output(probs, out, memory, step, TOGETHER: gl.constexpr):
     """Wait for V of this step; asynchronous out + P V  ->  fp32 [64, DV_TILE]."""
     STAGES: gl.constexpr = memory.v.shape[0]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 2)
     stage = step % STAGES
     operand = gl.convert_layout(probs.to(memory.v.dtype), OPERAND)  # no data movement: same registers
-    mbarrier.wait(memory.v_full.index(stage), (step // STAGES) & 1)
+    if not TOGETHER:
+        mbarrier.wait(memory.v_full.index(stage), (step // STAGES) & 1)
     return warpgroup_mma(operand, memory.v.index(stage), out, is_async=True)
 
 
@@ -134,8 +152,8 @@ def read_earlier(lse_at, lse_mask, out_at, out_mask):
 @gluon.jit
 def consumer(
     INDEX: gl.constexpr, output, rows, worker_start, tasks, scale, memory,
-    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
-    PARTS: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr, MASK: gl.constexpr,
+    FIRST: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """64 query rows of each task. CARRY_PROBS: P is carried from step to step and P V of a step runs during
     the softmax of the next. Otherwise the scores are carried, Q K^T of the next step and P V of this one are
@@ -145,7 +163,6 @@ def consumer(
     moves that one up to the last branch before it, else in front of the softmax. Two consumers are slower so.
     """
     CONSUMERS: gl.constexpr = memory.q.shape[0]
-    STAGES: gl.constexpr = memory.k.shape[0]
     KV_TILE: gl.constexpr = memory.k.shape[1]
     DV_TILE: gl.constexpr = memory.v.shape[2]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV_TILE, 16])
@@ -180,7 +197,7 @@ def consumer(
         row_max = gl.full((ROWS,), MAX_START, gl.float32, S_ROW)
         row_sum = gl.full((ROWS, 4), 0.0, gl.float32, LANES)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(memory.k_empty.index(step % STAGES), count=1)
+        release_keys(memory, step, TOGETHER)
         if CARRY_PROBS:
             probs, row_max, row_sum, rescale = online_softmax(
                 scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale,
@@ -190,9 +207,9 @@ def consumer(
             for i in range(1, num_tiles):
                 key -= KV_TILE
                 scores = issue_scores(q, memory, step + 1)
-                out = issue_output(probs, out, memory, step)
+                out = issue_output(probs, out, memory, step, TOGETHER)
                 scores = warpgroup_mma_wait(1, deps=[scores])
-                mbarrier.arrive(memory.k_empty.index((step + 1) % STAGES), count=1)
+                release_keys(memory, step + 1, TOGETHER)
                 next_probs, row_max, row_sum, rescale = online_softmax(
                     scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale,
                     MASK, LAZY_MAX,
@@ -201,7 +218,7 @@ def consumer(
                     if i + 1 < num_tiles:
                         wait_for_keys(memory, step + 2)
                 out = warpgroup_mma_wait(0, deps=[out])
-                mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
+                release_values(memory, step, TOGETHER)
                 out = rescaled(out, rescale, LAZY_MAX)
                 probs = next_probs.to(memory.v.dtype)
                 step += 1
@@ -214,11 +231,11 @@ def consumer(
                 key -= KV_TILE
                 scores = issue_scores(q, memory, step + 1)
                 out = rescaled(out, rescale, LAZY_MAX)
-                out = issue_output(probs, out, memory, step)
+                out = issue_output(probs, out, memory, step, TOGETHER)
                 scores = warpgroup_mma_wait(1, deps=[scores])
-                mbarrier.arrive(memory.k_empty.index((step + 1) % STAGES), count=1)
+                release_keys(memory, step + 1, TOGETHER)
                 out = warpgroup_mma_wait(0, deps=[out])
-                mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
+                release_values(memory, step, TOGETHER)
                 step += 1
             probs, row_max, row_sum, rescale = online_softmax(
                 scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale,
@@ -227,7 +244,7 @@ def consumer(
             out = rescaled(out, rescale, LAZY_MAX)
         if not Q_IN_REGISTERS:
             mbarrier.arrive(memory.q_empty.index(INDEX), count=1)
-        out = issue_output(probs, out, memory, step)
+        out = issue_output(probs, out, memory, step, TOGETHER)
         # Padding rows saw what their q, read as zero, would see: they are written as empty, or not at all.
         written = output.rows if FIRST else rows.n_q
         if PARTS:
@@ -240,7 +257,7 @@ def consumer(
             if not FIRST:
                 old_max, old_out = read_earlier(lse_at, lse_mask, out_at, out_mask)
         out = warpgroup_mma_wait(0, deps=[out])
-        mbarrier.arrive(memory.v_empty.index(step % STAGES), count=1)
+        release_values(memory, step, TOGETHER)
         step += 1
         task_number += 1
         if not READ_EARLY:
@@ -268,28 +285,28 @@ def consumer(
 @gluon.jit
 def consumer_0(
     output, rows, worker_start, tasks, scale, memory,
-    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
-    PARTS: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr, MASK: gl.constexpr,
+    FIRST: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     consumer(0, output, rows, worker_start, tasks, scale, memory,
-             HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)  # fmt: skip
+             HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)  # fmt: skip
 
 
 @gluon.jit
 def consumer_1(
     output, rows, worker_start, tasks, scale, memory,
-    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
-    PARTS: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr, MASK: gl.constexpr,
+    FIRST: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     consumer(1, output, rows, worker_start, tasks, scale, memory,
-             HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)  # fmt: skip
+             HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)  # fmt: skip
 
 
 @gluon.jit
 def consumer_2(
     output, rows, worker_start, tasks, scale, memory,
-    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, MASK: gl.constexpr, FIRST: gl.constexpr,
-    PARTS: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr, MASK: gl.constexpr,
+    FIRST: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     consumer(2, output, rows, worker_start, tasks, scale, memory,
-             HEAD_DIM_V, CARRY_PROBS, MASK, FIRST, PARTS)  # fmt: skip
+             HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)  # fmt: skip
