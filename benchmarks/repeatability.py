@@ -28,7 +28,8 @@ from one_rank.contenders import Ours, make_inputs, our_kernel
 from one_rank.kernel_report import publish
 
 BENCHMARK = "repeatability"
-HEADS = ((8, 8), (8, 2), (8, 1))
+HEADS = ((13, 13), (8, 2), (8, 1))
+"""Query and key/value heads; with 13 the last tasks of a full mask are cut."""
 ROWS = 4096
 WORKERS = (132, 116, 66, 33)
 OCCUPIED = (16, 66, 99, 132)

@@ -39,6 +39,7 @@ CASES = (
     Case(128, False, 129, 2, 2, 2, 257),
     Case(64, False, 129, 2, 2, 2, 257),
     Case(80, True, 200, 1, 1, 1),
+    Case(128, False, 1450, 1, 13, 13, 1408),  # the last tasks in pieces
 )
 
 
