@@ -206,6 +206,7 @@ def covering_set() -> Iterator[Variant]:
     yield backward(64, BAND)
     yield backward(64, ARRAY, first_dq=False, parts=True)
     yield backward(80, BAND, ordered=False, dtype="fp16")
+    yield backward(112, FULL, first_dkv=False, grouped=True)
 
 
 def all_variants() -> Iterator[Variant]:
