@@ -86,13 +86,17 @@ def test_two_gpus() -> None:
         (case,) = re.findall(rf"^## B1-S{kibi * 1024}-.*?(?=^## |\Z)", report, re.MULTILINE | re.DOTALL)
         table = _rows(case)
         cells = [f"{kibi}k"]
+        captured = ["8k, captured"]
         for name in ("1x2 symmetric", "1x2 p2p"):
-            row = table[name]
-            cells += [row[5], row[6], f"{row[9].strip('%')} / {row[10].strip('%')}"]
-        cells.append(table["torch cudnn"][5])
-        assert f"| {' | '.join(cells)} |" in README
-        if kibi == 8:
-            assert f"it has {table['1x2 p2p graph'][5]} TFLOP/s" in _flat(README)
+            for line, row in ((cells, table[name]), (captured, table[f"{name} graph"])):
+                line += [row[5], row[6], f"{row[9].strip('%')} / {row[10].strip('%')}"]
+        assert f"| {' | '.join([*cells, table['torch cudnn'][5]])} |" in README
+        assert kibi != 8 or f"| {' | '.join(captured)} | |" in README
+        if kibi == 16:
+            found = re.search(r"1x2 p2p exposes (\S+) of forward, (\S+) of backward", case)
+            assert found and f"ours exposes {found[1]} forward and {found[2]} backward at 16k" in _flat(
+                README
+            )
 
 
 def test_a_million_tokens() -> None:
