@@ -131,6 +131,17 @@ def test_parts_are_rounded_when_they_are_added_up() -> None:
     assert all(torch.equal(x, torch.tensor([259.0]).bfloat16()) for x in run_ranks(4, on_rank))
 
 
+def test_parts_are_added_up_in_the_order_of_the_ranks() -> None:
+    parts = 1.0, 1e8, -1e8  # in float32 the first is lost in the second
+
+    def on_rank(group: Any) -> Tensor:
+        mesh = ma.init_attention_mesh(group)
+        weight = torch.ones(1, requires_grad=True)
+        return torch.autograd.grad((ma.replicated(weight, mesh) * parts[mesh.rank]).sum(), weight)[0]
+
+    assert [float(x) for x in run_ranks(3, on_rank)] == [0.0] * 3
+
+
 def test_what_cannot_be_replicated_is_refused() -> None:
     def on_rank(group: Any) -> None:
         mesh = ma.init_attention_mesh(group)

@@ -156,6 +156,15 @@ def test_exchanges_run_beside_the_attention_of_other_groups(monkeypatch: pytest.
                 assert between.count(f"{direction} computed") == (group != exposed), f"{way} of group {group}"
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4], ids="groups{}".format)
+def test_transports_are_told_of_attention_beside_them(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each group of both passes, where there is another one that moves meanwhile."""
+    told: list[int] = []
+    monkeypatch.setattr(ThreadTransport, "compute_follows", lambda self: told.append(self.rank))
+    run_cases([head_case((2, 1, 1), GROUPED, head_groups=groups)])
+    assert sorted(told) == ([0] * 2 * groups + [1] * 2 * groups if groups > 1 else [])
+
+
 @pytest.mark.parametrize("taken", [0, 16], ids="{}-multiprocessors".format)
 def test_no_groups_where_exchanges_take_multiprocessors(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadTransport, "multiprocessors", taken)
