@@ -127,7 +127,8 @@ def test_beside_flash_attention() -> None:
         "forward / FA4 forward, D128, 16k": "forward has {full} (full) and {causal} (causal)",
         f"{backward} deterministic, D128, 16k": "the deterministic backward {full} and {causal}",
         f"{backward} unordered (aim), D128, 16k": "one and {full} and {causal} of its other one",
-        f"{backward} deterministic, D64, 16k": "causal the backward has {causal}",
+        "forward / FA4 forward, D64, 16k": "at head size 64 causal the forward has {causal}",
+        f"{backward} deterministic, D64, 16k": "and the backward {causal}",
     }
     for measure, words in said.items():
         found = dict(re.findall(r"(causal|full) S16384 ([\d.]+)", table[measure][2]))
