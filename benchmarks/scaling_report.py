@@ -58,10 +58,10 @@ Kernel times are those of the `hopper` kernel on one H200 (`block_times.py`): ev
 cut here has been measured, none is extrapolated (half of a block, which some lists compute, lies between
 two that were measured). Cuts of the largest blocks, of seconds to minutes, have not been measured and are
 left out: "-" where a method has no other. All but the six largest blocks were measured before the last
-changes of the kernels, which made blocks that merge into earlier ones under a full mask up to a tenth
-faster, and most others by one to three per cent. `dgx-h200` has 8 GPUs a node with 370 GB/s each inside
-and 50 GB/s each between nodes; `a3-high` has 25 GB/s for every two GPUs between nodes. Exchanges cost 10
-us inside a node and 20 or 30 us between nodes, queueing one thing 20 us of the host.
+changes of the kernels (525 TFLOP/s in blocks of 8k rows that merge into earlier ones under a full mask,
+584 after). `dgx-h200` has 8 GPUs a node with 370 GB/s each inside and 50 GB/s each between nodes;
+`a3-high` has 25 GB/s for every two GPUs between nodes. Exchanges cost 10 us inside a node and 20 or 30 us
+between nodes, queueing one thing 20 us of the host.
 
 Ring is the tile (1, P), node by node, so that one rank of a node sends to the next node; it has the same
 kernel and the cheaper of both types for partial results (bfloat16, as all others). The double ring
