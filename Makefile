@@ -29,6 +29,7 @@ env: $(ENV)
 # torch comes first and to the version, so that nothing later can choose another build of it. setuptools is pinned
 # beside it because the build is not isolated: an isolated one would fetch its own.
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing torch and the rest into $(VENV): some minutes, once"
 	$(PYTHON) -m venv "$(VENV)"
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools torch==2.13.0
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"

@@ -82,7 +82,8 @@ class _Attention(torch.autograd.Function):
             # Ranks that came to their backward passes in another order would add up each other's gradients.
             before = ctx.mesh.agreement.calls - ctx.number
             error = _refused_gradient(ctx.call.inner.kernel.name, do, dlse)
-            ctx.mesh.agreement.enter("backward", {"of": f"the call {before} calls before it"}, error)
+            which = f"that of {before} calls before" if before else "that of the call just before"
+            ctx.mesh.agreement.enter("backward", {"forward pass": which}, error)
             grads = _in_engine_room(ctx.mesh, ctx.call, work)
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients
             sources = [x for x in (*origins, sinks, do, dlse) if x is not None]

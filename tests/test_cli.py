@@ -331,9 +331,31 @@ def test_gantt_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         len([line for line in picture.splitlines() if "|" in line]) == 3 and "descending: makespan" in picture
     )
+
+
+@pytest.mark.parametrize(
+    "options, way_out",
+    [
+        ("--schedule none", "choose from"),
+        ("--kv-tiles 0", "--kv-tiles: 0 is less than 1"),
+        ("--workers 0", "--workers: 0 is less than 1"),
+        ("--width 0", "--width: 0 is less than 1"),
+        ("--jitter 1.5", "--jitter: 1.5 is more than 1"),
+        ("--compute -1", "--compute: -1 is no time"),
+        ("--window 3", "--mask window belong together"),
+        ("--mask window", "--mask window belong together"),
+        ("--wave 2", "name a --schedule"),
+        ("--output /no/folder/here.png", "there is no folder"),
+        ("--output schedule.xyz", "must end in one of .png"),
+    ],
+)
+def test_gantt_refuses_before_it_draws(
+    options: str, way_out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main(["gantt", "--schedule", "none"])
-    assert "usage: meshattn gantt" in capsys.readouterr().err
+        main(["gantt", *options.split()])
+    captured = capsys.readouterr()
+    assert "usage: meshattn gantt" in captured.err and way_out in captured.err and not captured.out
 
 
 def test_plan_prices_windows_documents_and_layouts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,21 +1,24 @@
-"""Draw the time line of a schedule: ``python -m meshattn_kernels.dash.gantt --schedule descending``.
+"""Draw the time line of a schedule of a deterministic backward pass.
 
 One row a worker. In the terminal, a column is a piece of time: the digit or letter of the query tile that is
-computed or added, ``.`` while the worker waits for a turn, a blank when it has nothing left to do. With
-``--output`` the same as a picture, if matplotlib is installed: a colour a head, lighter for the computation
+computed or added, a point while the worker waits for a turn, a blank when it has nothing left to do. With
+--output the same as a picture, if matplotlib is installed: a colour a head, lighter for the computation
 and darker for the addition, gaps for waiting.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from meshattn_kernels.dash import SCHEDULES, ScheduleTable, TileRanges, build_table, choose_schedule
 from meshattn_kernels.dash.model import Costs, Deadlock, Timeline, simulate
 
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
 SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -26,8 +29,8 @@ def summary(table: ScheduleTable, timeline: Timeline) -> str:
     return (
         f"{table.name}: makespan {timeline.makespan:.2f}, lower bound {timeline.lower_bound:.2f}, "
         f"ratio {timeline.ratio:.3f}; critical path of {len(path)} steps waits {hops} times for another "
-        f"worker; needs {table.min_workers} workers, "
-        f"turns {'do not depend' if table.invariant else 'depend'} on their number"
+        f"worker; runs on {table.min_workers} or more workers, "
+        f"{'the same bits on any number' if table.invariant else 'other bits on another number'}"
     )
 
 
@@ -75,42 +78,88 @@ def draw_picture(table: ScheduleTable, timeline: Timeline, path: str) -> None:
     plt.close(figure)
 
 
-def _ranges(mask: str, kv_tiles: int, query_tiles: int, window: int) -> TileRanges:
+def _ranges(mask: str, kv_tiles: int, query_tiles: int, window: int | None) -> TileRanges:
     if mask == "full":
         return TileRanges.full(kv_tiles, query_tiles)
     causal = TileRanges.causal(kv_tiles, query_tiles)
-    if mask == "causal":
+    if window is None:
         return causal
     last = tuple(min(query_tiles, first + window) for first in causal.first)
     return TileRanges(causal.first, last, query_tiles)
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "python -m meshattn_kernels.dash.gantt") -> int:
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
-    parser.add_argument("--schedule", default="auto", choices=("auto", *SCHEDULES))
-    parser.add_argument("--mask", default="causal", choices=("full", "causal", "window"))
-    parser.add_argument(
-        "--window", type=int, default=4, help="query tiles that see a key/value tile (window)"
-    )
-    parser.add_argument("--kv-tiles", type=int, default=8)
-    parser.add_argument("--query-tiles", type=int, help="default: as many as key/value tiles")
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--kv-heads", type=int, help="default: as many as heads")
-    parser.add_argument("--workers", type=int, help="default: as many as key/value tiles")
-    parser.add_argument("--heads-in-flight", type=int, default=1)
-    parser.add_argument(
-        "--split-heads", action="store_true", help="query heads of a group on several workers"
-    )
-    parser.add_argument("--wave", type=int, help="jobs that a shift turns round together")
-    parser.add_argument("--compute", type=float, default=1.0)
-    parser.add_argument("--reduce", type=float, default=0.25)
-    parser.add_argument("--latency", type=float, default=0.0)
-    parser.add_argument("--run-ahead", type=int, default=0, choices=(0, 1))
-    parser.add_argument("--jitter", type=float, default=0.0)
-    parser.add_argument("--width", type=int, default=100, help="columns of the text")
-    parser.add_argument("--output", help="file of a picture")
-    args = parser.parse_args(arguments)
+def _number(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
 
+    return number
+
+
+def _time(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no time: give 0 or more")
+    return value
+
+
+def _share(text: str) -> float:
+    if (value := _time(text)) > 1:
+        raise argparse.ArgumentTypeError(f"{text} is more than 1")
+    return value
+
+
+def _picture(text: str) -> str:
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if path.suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{path.name} must end in one of {' '.join(PICTURES)}")
+    return text
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add, tiles = parser.add_argument, _number(1)
+    add("--schedule", default="auto", choices=("auto", *SCHEDULES), help="the order; auto: what kernels take")
+    add(
+        "--mask",
+        default="causal",
+        choices=("full", "causal", "window"),
+        help="who sees whom",
+    )
+    add("--window", type=tiles, help="query tiles that see a key/value tile, of --mask window")
+    add("--kv-tiles", type=tiles, default=8, help="tiles of keys and values")
+    add("--query-tiles", type=tiles, help="tiles of queries; None: as many as of keys")
+    add("--heads", type=tiles, default=2, help="query heads")
+    add("--kv-heads", type=tiles, help="key/value heads; None: as many as query heads")
+    add("--workers", type=tiles, help="multiprocessors; None: as many as key/value tiles")
+    add(
+        "--heads-in-flight",
+        type=tiles,
+        help="heads worked on at a time; None: 1, or as auto has it",
+    )
+    add("--split-heads", action="store_true", help="query heads of a group on several workers")
+    add("--wave", type=tiles, help="jobs that a shift turns round together")
+    add("--compute", type=_time, default=1.0, help="time of a tile")
+    add("--reduce", type=_time, default=0.25, help="time of adding its dq, in turn")
+    add("--latency", type=_time, default=0.0, help="time from one addition to the next worker's")
+    add("--run-ahead", type=int, default=0, choices=(0, 1), help="tiles computed ahead of an addition")
+    add("--jitter", type=_share, default=0.0, help="how much the times of tiles vary, as a share of them")
+    add("--width", type=tiles, default=100, help="columns of the text")
+    add("--output", type=_picture, help="file of a picture")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m meshattn_kernels.dash.gantt") -> int:
+    parser = _parser(prog)
+    args = parser.parse_args(arguments)
+    if (args.window is None) == (args.mask == "window"):
+        parser.error("--window and --mask window belong together")
+    if args.schedule == "auto" and (args.heads_in_flight or args.split_heads or args.wave):
+        parser.error("auto chooses --heads-in-flight, --split-heads and --wave itself: name a --schedule")
     ranges = _ranges(args.mask, args.kv_tiles, args.query_tiles or args.kv_tiles, args.window)
     kv_heads, workers = args.kv_heads or args.heads, args.workers or args.kv_tiles
     try:
@@ -125,7 +174,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m meshattn
                 heads=args.heads,
                 kv_heads=kv_heads,
                 workers=workers,
-                heads_in_flight=args.heads_in_flight,
+                heads_in_flight=args.heads_in_flight or 1,
                 split_heads=args.split_heads,
                 wave=args.wave,
             )
