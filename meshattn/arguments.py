@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from meshattn.masks import checked_window
 from meshattn.packing import as_written
@@ -61,10 +62,10 @@ class Arguments(NamedTuple):
     def looks(self) -> object:
         """What a call on a sequence is checked for and planned from. A new object if it cannot be right."""
         name, q, k, v, seq, keys, sinks, seed, options = self
-        if torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             return object()
         given = (q, k, v) if sinks is None else (q, k, v, sinks)
-        if not all(isinstance(x, Tensor) and not x.is_nested for x in given):
+        if not all(isinstance(x, Tensor) and not x.is_nested for x in given) or any(map(_is_freed, given)):
             return object()
         if not (keys is None or isinstance(keys, ShardedSequence)) or not is_seed(seed):
             return object()
@@ -94,13 +95,29 @@ class Arguments(NamedTuple):
         return tensors | self.options.words() | {"dropout_seed": seed}
 
 
-def check_transforms() -> None:
+def _is_freed(tensor: Tensor) -> bool:
+    """Whether its memory was given back, as FSDP does with parameters."""
+    # What wraps another tensor, and what is sparse, need not have any.
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return plain and tensor.numel() > 0 and tensor.data_ptr() == 0
+
+
+def check_transforms(**given: object) -> None:
     """Behind the checks PyTorch would refuse them, on this rank alone."""
     if torch._C._are_functorch_transforms_active():
         raise ValueError(
             "this call is inside a transform of torch.func (vmap, grad, jvp, ...), which cannot follow "
             "exchanges between ranks: call attention outside of it, and backward() for gradients"
         )
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in given.items():
+        unpack: Any = forward_ad.unpack_dual
+        if isinstance(tensor, Tensor) and unpack(tensor).tangent is not None:
+            raise ValueError(
+                f"{name} has a tangent of forward-mode AD (torch.autograd.forward_ad), which attention does "
+                "not carry on: use backward() for gradients"
+            )
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -134,7 +151,8 @@ def check_memory(name: str, tensor: Tensor) -> None:
     if missing:
         raise ValueError(
             f"{name} is a {type(tensor).__name__} on {tensor.device} without memory of its own: pass a plain "
-            "tensor that holds the numbers, outside of torch.func's transforms"
+            "tensor that holds the numbers, outside of torch.func's transforms and not batched "
+            "(is_grads_batched, vectorize=True)"
         )
 
 

@@ -91,7 +91,7 @@ def _make_ready(given: Arguments) -> _Ready:
     error: Exception | None = None
     chosen = str(options.kernel)
     try:
-        check_transforms()
+        check_transforms(q=given.q, k=given.k, v=given.v, sinks=given.sinks)
         check_keys(seq, keys)
         check_options(options)
         check_seed(given.dropout_seed)

@@ -46,6 +46,11 @@ def absence(
     ``here`` is what this rank states; ``usual`` the action that was next in the pattern of calls and what it
     stated, None where nothing was foreseen.
     """
+    if not absent:
+        return (
+            f"{call}: all ranks came to it, but not within {timeout:g} s: one was held up. Find out by what, "
+            "or give init_attention_mesh a longer timeout."
+        )
     text = (
         f"{call}: {named(absent)} did not come to it within {timeout:g} s, only {named(present)} did. Either "
         "they have died or stalled, or do not make this call, or "

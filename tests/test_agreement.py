@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import meshattn as ma
 from distributed import Backend
@@ -136,6 +137,14 @@ def _transformed(mesh: AttentionMesh) -> Any:
     return torch.func.grad(lambda x: x * attend(mesh).sum())(torch.ones(()))
 
 
+def _with_tangent(mesh: AttentionMesh) -> Any:
+    """This too."""
+    seq = mesh.sequence(12)
+    q, k, v = (torch.ones(1, seq.rows, 2, 8, requires_grad=True) for _ in range(3))
+    with forward_ad.dual_level():
+        return ma.mesh_attention(q, forward_ad.make_dual(k, torch.ones_like(k)), v, seq)
+
+
 def _packed(mesh: AttentionMesh) -> Any:
     seq = mesh.sequence(12, cu_seqlens=[0, 5, 12])
     x = torch.ones(1, seq.rows, 2, 8)
@@ -155,8 +164,9 @@ def _missing(mesh: AttentionMesh) -> Any:
         (_wrong, ValueError, "softmax_scale is -1.0"),
         (_missing, NotImplementedError, "is not there yet"),
         (_transformed, ValueError, "inside a transform of torch.func"),
+        (_with_tangent, ValueError, "k has a tangent of forward-mode AD"),
     ],
-    ids=["wrong", "not-implemented", "transformed"],
+    ids=["wrong", "not-implemented", "transformed", "tangent"],
 )
 def test_an_error_of_one_rank_is_everybodys(
     otherwise: Call, kind: type[Exception], text: str, call_number: int, backend: Backend
@@ -166,6 +176,28 @@ def test_an_error_of_one_rank_is_everybodys(
         assert isinstance(failure, kind if rank == ODD or call_number == 1 else ValueError)
         assert text in str(failure)
         assert rank == ODD or f"rank {ODD}: " in str(failure)
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_a_freed_tensor_is_found_where_a_call_looks_like_those_before(backend: Backend) -> None:
+    """It would fail in the middle of an exchange."""
+
+    def on_rank(group: Any) -> str:
+        mesh = ma.init_attention_mesh(group, tile=(1, RANKS), timeout=20.0)
+        seq = mesh.sequence(12)
+        q, k, v = (torch.ones(1, seq.rows, 2, 8, requires_grad=True) for _ in range(3))
+        for _ in range(3):
+            ma.mesh_attention(q, k, v, seq)
+        if mesh.rank == ODD:
+            k.untyped_storage().resize_(0)
+        with pytest.raises(ValueError) as info:
+            ma.mesh_attention(q, k, v, seq)
+        return str(info.value)
+
+    for rank, text in enumerate(run_ranks(RANKS, on_rank, backend, timeout=30)):
+        assert "k is a Tensor on cpu without memory of its own" in text
+        assert rank == ODD or f"rank {ODD}: " in text
 
 
 @pytest.mark.timeout(40)

@@ -9,6 +9,7 @@ from torch.distributed import HashStore
 
 from meshattn import agreement
 from meshattn.agreement import Agreement, RankMismatchError
+from meshattn.disagreement import absence
 from meshattn.transport.base import TransportError
 
 
@@ -93,3 +94,9 @@ def test_ranks_that_said_nothing_are_named() -> None:
         odd.enter("call", {"causal": "True"})
     blamed = here.blame()
     assert blamed is not None and "(ranks 2, 3 said nothing" in blamed
+
+
+def test_ranks_that_came_too_late_are_not_called_absent() -> None:
+    """Between the end of waiting and the look at who is there, the last one may come."""
+    text = absence("mesh_attention, call 3", {"q": "[1, 4, 2, 8]"}, None, [0, 1, 2], [], 8.0)
+    assert "all ranks came to it, but not within 8 s" in text and "longer timeout" in text
