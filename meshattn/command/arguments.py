@@ -26,11 +26,12 @@ def size(text: str) -> int:
     return int(value)
 
 
-def check_most(name: str, value: int) -> None:
-    """ValueError for what is no such size; ``name`` is that of an option in `MOST`."""
+def check_most(name: str, value: int, option: str = "") -> None:
+    """ValueError for what is no such size; ``name`` is one of `MOST`, and that of the option that gave it if
+    ``option`` says no other."""
     if not 1 <= value <= MOST[name]:
         bound = "at least 1" if value < 1 else f"at most {MOST[name]}"
-        raise ValueError(f"--{name} is {value}, but must be {bound}")
+        raise ValueError(f"--{option or name} is {value}, but must be {bound}")
 
 
 def check_head_dim(head_dim: int) -> None:

@@ -43,12 +43,14 @@ def taken_by_auto(question: Question, seq_len: int, heads: int | None) -> list[T
     return every
 
 
-def why_auto(best: Prediction, taken: Sequence[Taken]) -> str:
-    """In words: why auto is not the best of all, where it is not."""
+def why_auto(best: Prediction, taken: Sequence[Taken], *, masked: bool) -> str:
+    """In words: why auto is not the best of all, where it is not; ``masked``: windows or documents."""
     text = "auto keeps the axes in the library's own order, heads, rows, columns"
     told, untold = (next(each for each in taken if each.told == which) for which in (True, False))
     times = told.prediction.total_us / best.total_us
-    if times > 1.005:
+    if masked:
+        text += f", and where masks leave blocks out it counts what a rank sends: {times:.2f} times the best"
+    elif times > 1.005:
         text += f" (see --placements), and has no head axis unless heads= says so: {times:.2f} times the best"
     a, b = told.prediction, untold.prediction
     if a.cut == b.cut:

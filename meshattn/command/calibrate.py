@@ -79,8 +79,8 @@ def calibrate_command(args: argparse.Namespace) -> str:
         if min(number, shared) < 1 or number % shared:
             raise ValueError(f"--kv-heads has {shared} for {number} of --heads, but must divide them")
     for rows, number, shared in args.block:
-        check_most("rows", rows)
-        check_most("heads", number)
+        check_most("rows", rows, "block ROWS")
+        check_most("heads", number, "block HEADS")
         if shared < 1 or number % shared:
             raise ValueError(
                 f"--block {rows} {number} {shared}: the {shared} key/value heads must divide the "

@@ -81,9 +81,11 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
     topology = load_topology(args.topology)
     nodes, more = divmod(args.ranks, topology.gpus_per_node)
     if args.ranks > MOST_APART and nodes and more:
+        fewer = args.ranks - more
         raise ValueError(
             f"--ranks {args.ranks} do not fill nodes of {topology.gpus_per_node}, so that each would have to "
-            f"be followed: give {args.ranks - more}, which do, or at most {MOST_APART}"
+            f"be followed: give {fewer} or {fewer + topology.gpus_per_node}, which do"
+            + (f", or at most {MOST_APART}" if fewer > MOST_APART else "")
         )
     say = Progress("plan")
     question = Question(args.ranks, shape, topology, BOTH[:1] if args.forward else BOTH, _mask(args, shape))
@@ -122,7 +124,14 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
     measured = outside.text(topology.kernels.describe())
     lines = [[*_cells(each), ""] for each in shown] + [[*_cells(each.prediction), each.by] for each in taken]
     table = _table([HEAD, *lines])
-    parts = [table, reason, why_auto(best, taken), _code(best, args.topology), measured, NOTE]
+    parts = [
+        table,
+        reason,
+        why_auto(best, taken, masked=question.mask is not None),
+        _code(best, args.topology),
+        measured,
+        NOTE,
+    ]
     return "\n\n".join(filter(None, parts))
 
 

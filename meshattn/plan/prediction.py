@@ -130,7 +130,12 @@ def _against(best: Prediction, other: Prediction) -> str:
 
 
 def _both(other: float, best: float) -> str:
-    return f"{other / 1e3:.1f} instead of {best / 1e3:.1f}"
+    """In milliseconds, with as many digits as tell them apart."""
+    for digits in range(1, 4):
+        told = [f"{us / 1e3:.{digits}f}" for us in (other, best)]
+        if told[0] != told[1]:
+            break
+    return " instead of ".join(told)
 
 
 def _sent(best: Prediction, other: Prediction) -> str:
@@ -140,7 +145,7 @@ def _sent(best: Prediction, other: Prediction) -> str:
         return (
             f" for what its busiest network card sends, {size_of(use.card)} instead of {size_of(least.card)}"
         )
-    if use.rank > least.rank:
+    if use.rank > least.rank and size_of(use.rank) != size_of(least.rank):
         return f" for what its ranks send, {size_of(use.rank)} each instead of {size_of(least.rank)}"
     return ""
 
