@@ -177,7 +177,7 @@ def _plan(given: Arguments, masks: BlockMasks, kernel: AttentionKernel) -> HeadC
     kernel = among(kernel, device, connection.sharers, connection.transport.multiprocessors)
     outside = _shape(given)
     split, groups = mesh.split_heads(outside, device)
-    # The lists are those of one group: how many there are changes no order, and so no bits.
+    # The lists are those of one group: how many there are changes no order of blocks.
     whole, shape = inner_shape(outside, split.ranks), inner_shape(outside, split.ranks, groups)
     ring = given.name == "ring_attention"
     tile = Tile(1, mesh.chunks) if ring else mesh.tile_for(outside, masks.visibility)

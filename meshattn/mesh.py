@@ -75,7 +75,8 @@ def init_attention_mesh(
             topology the one that takes the least time for ``num_heads`` and ``seq_len``.
         head_groups: into how many groups each of these ranks splits its heads, to exchange one while another
             is computed; it divides the key/value heads of a rank. "auto" follows from the shape, and is 1
-            where NCCL serves the head axis. Results have the same bits for every number.
+            where NCCL serves the head axis. Blocks are summed in the same order for every number; kernels
+            that choose the order inside a block by its heads (hopper, triton-dash) may give other last bits.
         num_heads: (H, H_kv), the query and the key/value heads of the calls to come, for heads="auto" alone.
         seq_len: their global length, for heads="auto" with a topology alone.
         topology: the cluster, for "auto" and for the order of blocks and transfers, which otherwise is made

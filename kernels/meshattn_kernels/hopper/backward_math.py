@@ -244,8 +244,11 @@ def add_rows(gradients, pointer, tile, kv_head, first_key, zero, HEAD_DIM: gl.co
     row = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT)) + zero
     column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     corner = (batch.to(gl.int64) * gradients.keys + first_key) * kv_heads + (kv_head - batch * kv_heads)
-    # Rows first: a sum of 32-bit offsets would be an address of its own for every column.
-    at = pointer + corner * HEAD_DIM + (row * (kv_heads * HEAD_DIM))[:, None] + column[None, :]
+    rows = (row * (kv_heads * HEAD_DIM))[:, None]
+    if HEAD_DIM & (HEAD_DIM - 1) == 0:
+        at = pointer + corner * HEAD_DIM + (rows + column[None, :])
+    else:  # with masked columns, sums of 32-bit offsets would be an address of its own for each of them
+        at = pointer + corner * HEAD_DIM + rows + column[None, :]
     mask = (first_key + row < gradients.keys)[:, None] & (column < HEAD_DIM)[None, :]
     if not FIRST:
         tile += gl.load(at, mask=mask, other=0.0)

@@ -41,8 +41,8 @@ def out_addresses(output, task_row, first_row, num_rows, HEAD_DIM_V: gl.constexp
     batch = gl.load(task_row).to(gl.int64)
     head = gl.load(task_row + 1)
     tile = output.out + ((batch * output.rows + first_row) * output.heads + head) * HEAD_DIM_V
-    at = tile + (row * (output.heads * HEAD_DIM_V))[:, None] + column[None, :]
-    return at, (first_row + row < num_rows)[:, None] & (column < HEAD_DIM_V)[None, :]
+    offset = (row * (output.heads * HEAD_DIM_V))[:, None] + column[None, :]
+    return tile + offset, (first_row + row < num_rows)[:, None] & (column < HEAD_DIM_V)[None, :]
 
 
 @gluon.jit
