@@ -383,3 +383,11 @@ def test_tables_are_made_on_the_host(causal: bool) -> None:
         assert walk_of(table) and table.tasks.device.type == "cpu"
         again = build_table("shortest_first", ranges, heads=6, kv_heads=3, workers=11)
     assert walk_of(again).keys() == walk_of(table).keys()
+
+
+@pytest.mark.parametrize("tiles", [(), (0,), (0, 0, 0)], ids=lambda lengths: f"K{len(lengths)}")
+def test_a_block_without_pairs_has_a_schedule(tiles: tuple[int, ...]) -> None:
+    """Of no keys, or of keys that nobody sees."""
+    ranges = TileRanges(tiles, tiles, 2)
+    table = choose_schedule(ranges, heads=600, kv_heads=300, head_dim=64, workers=132)
+    assert ranges.pairs == 0 and table.num_steps == 0

@@ -108,9 +108,10 @@ def heads_in_flight(head_dim: int, rows: int, *, uniform: bool) -> int:
 def _best_cut(ranges: TileRanges, units: int, group: int) -> tuple[int, int] | None:
     """How many key/value tiles of a full mask to cut into how many pieces, if that is worth while: whole
     tasks first, then pieces, each by the nominal worker that is free first."""
-    length, tiles = ranges.lengths[0] * group, ranges.kv_tiles
+    tiles = ranges.kv_tiles
     if units * tiles <= NOMINAL_WORKERS or not all(ranges.lengths):
         return None
+    length = ranges.lengths[0] * group
     whole, rounds = length + TASK_COST, -(-units * tiles // NOMINAL_WORKERS)
     best, cut = rounds * whole * (1 - LEAST_GAIN), None
     for cut_tiles in range(1, min(tiles - 1, NOMINAL_WORKERS // units + 1) + 1):
