@@ -7,6 +7,7 @@ the other. The units that are in flight together are launched job by job, then t
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -58,9 +59,9 @@ def job_costs(walks: Walks, heads_of_unit: int, parts: bool) -> list[int]:
     return total
 
 
-def place(costs: list[int], workers: int) -> tuple[list[int], int]:
+def place(costs: Sequence[float], workers: int) -> tuple[list[int], float]:
     """Worker of each launch and the makespan, when the worker that is free first takes the next one."""
-    free = [(0, worker) for worker in range(workers)]
+    free: list[tuple[float, int]] = [(0, worker) for worker in range(workers)]
     owner = []
     for cost in costs:
         time, worker = free[0]

@@ -3,7 +3,6 @@ mask."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from meshattn_kernels.dash import LOAD, STORE, ScheduleTable, choose_schedule, named_schedule
 from meshattn_kernels.dash.choice import LEAST_GAIN, NOMINAL_WORKERS
+from meshattn_kernels.dash.placement import place
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
 from meshattn_kernels.sharing import heads_of
 from meshattn_kernels.tile_ranges import visible_ranges
@@ -285,12 +285,10 @@ def forward_tasks(intervals: Intervals, call: Call, block: int) -> tuple[list[in
     joins: Rows8 = []
     if call.part == (0, 1) and len({entry[1:] for entry in ranges}) == 1:
         tasks, joins = _last_ones_cut(tasks)
-    free = [(0.0, worker) for worker in range(call.workers)]
     work: list[Rows8] = [[] for _ in range(call.workers)]
-    for task in tasks:
-        time, worker = free[0]
+    owners, _ = place([task[5] + TASK_COST for task in tasks], call.workers)
+    for task, worker in zip(tasks, owners, strict=True):
         work[worker].append(task)
-        heapq.heapreplace(free, (time + task[5] + TASK_COST, worker))
     starts = [0]
     for mine in work:
         starts.append(starts[-1] + len(mine))
