@@ -111,8 +111,8 @@ def check_transforms(**given: object) -> None:
         )
     if forward_ad._current_level < 0:
         return
+    unpack: Any = forward_ad.unpack_dual
     for name, tensor in given.items():
-        unpack: Any = forward_ad.unpack_dual
         if isinstance(tensor, Tensor) and unpack(tensor).tangent is not None:
             raise ValueError(
                 f"{name} has a tangent of forward-mode AD (torch.autograd.forward_ad), which attention does "
