@@ -2,11 +2,12 @@
 
     python benchmarks/many_gpus.py --ranks 8
 
-Self-test, links and kernels, tables, slowed links, a million tokens, training: each in processes of its own
-with a limit of its own, so that one that fails or hangs costs nothing but its figures, and all together with
-one of eight minutes. The report is written behind every one of them. With fewer GPUs than ranks the ranks
-share them, without any they run on the CPU (see virtual_cluster.py), and the sizes are small: that tries the
-script, and its times mean nothing.
+Kernels compiled ahead, self-test, links and kernels, tables, slowed links, a million tokens, training: each
+in processes of its own with a limit of its own, so that one that fails or hangs costs nothing but its
+figures. Time that a step leaves goes to the next. The report is written behind every one of them, and says
+how they ended, or that they did not run. With fewer GPUs than ranks the ranks share them, without any they
+run on the CPU (see virtual_cluster.py), and the sizes are small: that tries the script, and its times mean
+nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,39 +33,55 @@ from virtual.undertaker import undertaker
 from virtual_cluster import find_gpus, interrupt
 
 EIGHT_MINUTES = 480.0
-_SPARE = 15.0  # seconds beyond its limit for a program that keeps it itself, and says more
+STOPPED, LATE, NO_TIME, NOT_YET = 130, 124, 125, 126
+"""Codes of steps that did not come to an end by themselves."""
+ENDED = {
+    0: "good",
+    STOPPED: "stopped with the whole",
+    LATE: "past its limit",
+    NO_TIME: "did not run: no time was left",
+    NOT_YET: "did not run",
+}
+_SPARE = 15.0  # seconds of the whole for the last words and the report
+_SPEECH = 8.0  # of its limit, for ranks that share a machine to say where they were
 _LINES = 60  # the last ones that a step says, in the report
 
 
 def command(step: Step, ranks: int, scale: Scale) -> list[str]:
-    """How a step is started: one rank a GPU of one host, or as nodes, or as ranks that share a machine."""
+    """How a step is started: by itself, one rank a GPU of one host, as nodes, or as ranks that share a
+    machine."""
+    if step.alone:
+        return [sys.executable, *step.program]
     if scale.real and step.rate is None:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         return [sys.executable, *start, *step.program]
     network = ["--no-network"] if step.rate is None else ["--rate", f"{step.rate:g}"]
-    limit = ["--timeout", f"{step.limit:g}"]
+    limit = ["--timeout", f"{max(step.limit - _SPEECH, step.limit / 2):g}"]
     cluster = [str(HERE / "virtual_cluster.py"), "--ranks", str(ranks), "--device", scale.device]
     return [sys.executable, *cluster, *network, *limit, "--", *step.program]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step ended."""
+    """How a step ended; ``compiled`` counts the kernels that were not in Triton's cache."""
 
     step: Step
-    code: int  # 0 if all is well, 124 past its limit, 125 if no time was left for it
-    seconds: float
-    said: str
+    code: int = NOT_YET
+    seconds: float = 0.0
+    compiled: int = 0
+
+    @property
+    def ended(self) -> str:
+        return ENDED.get(self.code, f"failed with code {self.code}")
 
 
-def run(step: Step, ranks: int, scale: Scale, out: Path, mark: Mapping[str, str]) -> Outcome:
-    """Run a step to its end or its limit, with ``mark`` in its environment; what it says goes to a file of
-    its folder, too."""
-    folder = out / step.name
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "output.txt"
-    began = time.monotonic()
-    with log.open("w") as file:
+def run(step: Step, ranks: int, scale: Scale, out: Path) -> Outcome:
+    """Run a step to its end or its limit, and end all that it has started; what it says goes to a file of its
+    folder."""
+    log = _log(out, step)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began, known = time.monotonic(), _cached_kernels()
+    with log.open("w") as file, undertaker(Path(tempfile.mkdtemp())) as mark:
         process = subprocess.Popen(
             command(step, ranks, scale),
             env={**os.environ, **mark},
@@ -73,13 +90,23 @@ def run(step: Step, ranks: int, scale: Scale, out: Path, mark: Mapping[str, str]
             start_new_session=True,
         )
         try:
-            code = process.wait(step.limit + _SPARE)
-        except BaseException as stopped:
+            code = process.wait(step.limit)
+        except subprocess.TimeoutExpired:
+            code = LATE
+        except KeyboardInterrupt:
+            code = STOPPED
+        finally:
             _end(process)
-            if not isinstance(stopped, subprocess.TimeoutExpired):
-                raise
-            code = 124
-    return Outcome(step, code, time.monotonic() - began, log.read_text(errors="replace"))
+    return Outcome(step, code, time.monotonic() - began, _cached_kernels() - known)
+
+
+def _log(out: Path, step: Step) -> Path:
+    return out / step.name / "output.txt"
+
+
+def _cached_kernels() -> int:
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    return sum(1 for _ in folder.glob("*")) if folder.is_dir() else 0
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -90,6 +117,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def limits(steps: Sequence[Step], seconds: float) -> list[Step]:
+    """The steps with limits that fit into so many seconds together: all shorter by the same part, or as they
+    are."""
+    part = min(1.0, seconds / sum(step.limit for step in steps))
+    return [replace(step, limit=part * step.limit) for step in steps]
 
 
 def training(out: Path, records: list[Record]) -> str:
@@ -140,8 +174,7 @@ def report(
     """How every step ended and what it said; the figures lie in the folders of the steps."""
     machine = Machine.here()
     rows = [
-        [x.step.name, "good" if x.code == 0 else f"code {x.code}", f"{x.seconds:.0f}", f"{x.step.limit:.0f}"]
-        for x in outcomes
+        [x.step.name, x.ended, f"{x.seconds:.0f}", f"{x.step.limit:.0f}", f"{x.compiled}"] for x in outcomes
     ]
     records: list[Record] = []
     trained = _or_why(lambda: training(out, records))
@@ -149,15 +182,21 @@ def report(
     where = (
         f"{ranks} GPUs" if scale.real else f"{ranks} ranks that share {on}: a trial, its times mean nothing"
     )
-    parts = [f"# {where}", machine.describe(), table(["step", "ended", "seconds", "limit"], rows)]
+    head = ["step", "ended", "seconds", "limit", "kernels compiled"]
+    parts = [f"# {where}", machine.describe(), table(head, rows)]
     parts += [f"## Training\n\n{trained}"] if trained else []
     predicted = _or_why(lambda: predictions(out, scale.rate)) if predict else ""
     parts += [f"## Predicted and measured\n\n{predicted}"] if predicted else []
     for outcome in outcomes:
-        records.append(Record("many-gpus", outcome.step.name, "seconds", outcome.seconds))
-        records.append(Record("many-gpus", outcome.step.name, "code", outcome.code))
-        tail = "\n".join(outcome.said.strip().splitlines()[-_LINES:])
-        parts.append(f"## {outcome.step.name}\n\n`{' '.join(outcome.step.program[1:])}`\n\n{tail}")
+        name = outcome.step.name
+        records.append(Record("many-gpus", name, "code", outcome.code))
+        if outcome.code in (NOT_YET, NO_TIME):
+            continue
+        records.append(Record("many-gpus", name, "seconds", outcome.seconds))
+        records.append(Record("many-gpus", name, "kernels compiled", outcome.compiled))
+        said = _or_why(lambda step=outcome.step: _log(out, step).read_text(errors="replace"))
+        tail = "\n".join(said.strip().splitlines()[-_LINES:])
+        parts.append(f"## {name}\n\n`{' '.join(outcome.step.program[1:])}`\n\n{tail}")
     return write(f"many-gpus-{ranks}{scale.name}", [(machine, records)], "\n\n".join([*parts, ""]), out)
 
 
@@ -174,36 +213,43 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, help="default: one a GPU")
-    parser.add_argument("--only", nargs="+", help="names of steps")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="names of steps")
+    parser.add_argument("--seconds", type=float, default=EIGHT_MINUTES, help="for all of it (default 480)")
     parser.add_argument("--out", type=Path, default=REPORTS / "many-gpus", help="folder of the reports")
     options = parser.parse_args(arguments)
     gpus = len(find_gpus())
     ranks, scale = options.ranks or gpus, scale_of(options.ranks or gpus, gpus)
     if ranks < 2 or ranks % 2:
         parser.error(f"{ranks} ranks, but its cuts need an even number: try --ranks 4")
+    if not options.seconds > _SPARE:
+        parser.error(f"--seconds is {options.seconds:g}; it must be more than {_SPARE:g}")
     every = steps(ranks, scale, options.out)
     unknown = set(options.only or ()) - {step.name for step in every}
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: steps are {' '.join(step.name for step in every)}")
+    end = time.monotonic() + options.seconds - _SPARE
+    chosen = [step for step in every if not options.only or step.name in options.only]
+    outcomes = {step.name: Outcome(step) for step in limits(chosen, options.seconds - _SPARE)}
     signal.signal(signal.SIGTERM, interrupt)
-    outcomes: list[Outcome] = []
     try:
-        end = time.monotonic() + EIGHT_MINUTES
-        with undertaker(Path(tempfile.mkdtemp())) as mark:
-            for step in every:
-                if options.only is not None and step.name not in options.only:
-                    continue
-                left = end - _SPARE - time.monotonic()
-                if left > 0:
-                    limited = replace(step, limit=min(step.limit, left))
-                    outcomes.append(run(limited, ranks, scale, options.out, mark))
-                else:
-                    outcomes.append(Outcome(step, 125, 0.0, "no time was left"))
-                print(f"{step.name}: code {outcomes[-1].code}, {outcomes[-1].seconds:.0f} s", flush=True)
-                report(outcomes, ranks, scale, options.out)
+        for name, waiting in list(outcomes.items()):
+            later = sum(x.step.limit for x in outcomes.values() if x.code == NOT_YET) - waiting.step.limit
+            left = end - time.monotonic()
+            # What those before have left of their limits goes to the next.
+            step = replace(waiting.step, limit=max(left - later, min(left, waiting.step.limit)))
+            if left > 0:
+                outcomes[name] = Outcome(step, STOPPED)  # if it is stopped outside of its wait
+                outcomes[name] = run(step, ranks, scale, options.out)
+            else:
+                outcomes[name] = replace(waiting, code=NO_TIME)
+            print(f"{name}: {outcomes[name].ended}, {outcomes[name].seconds:.0f} s", flush=True)
+            if outcomes[name].code == STOPPED:
+                break
+            report(list(outcomes.values()), ranks, scale, options.out)
     finally:
-        print(f"written to {report(outcomes, ranks, scale, options.out, predict=True)}")
-    return int(not outcomes or any(outcome.code for outcome in outcomes))
+        path = report(list(outcomes.values()), ranks, scale, options.out, predict=True)
+        print(f"written to {path}")
+    return int(any(outcome.code for outcome in outcomes.values()))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from across_ranks.rank_check import CHECKED_LENGTH
 from across_ranks.rank_cuts import name_of
 from meshattn.plan import CallShape, Tile, tiles
 from meshattn.plan.placement import Cut
@@ -31,8 +32,12 @@ class Scale:
     train: str
     blocks: str
     transports: str
+    timed: str = "--rounds 2 --turn-ms 60"
     beside: str = ""
     kernel: str = ""
+    warmed: tuple[tuple[int, int, int, int], ...] = ()
+    """Rows, query heads, key/value heads and head size of blocks whose kernels are compiled ahead: one of
+    every model, and those of the short sequence on which all is checked."""
 
     @property
     def real(self) -> bool:
@@ -55,7 +60,14 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             "--dtype bfloat16",
             blocks="--heads 32 16 8 --kv-heads 8 4 2 --rows 4k 16k 32k --head-dim 128",
             transports="symmetric p2p",
+            timed="--rounds 3 --turn-ms 150",
             beside="--one-gpu --torch cudnn flash",
+            warmed=(
+                *((rows // ranks, 32, 8, 128) for rows in (CHECKED_LENGTH, 32768, 131072)),
+                (CHECKED_LENGTH // ranks, 32, 32, 128),
+                (32768 // ranks, 16, 16, 64),
+                (32768, 16, 4, 128),
+            ),
         )
     if gpus:
         return Scale(
@@ -70,6 +82,11 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             blocks="--heads 32 8 --kv-heads 8 2 --rows 1k 2k --head-dim 128",
             transports="symmetric p2p",
             kernel=KERNEL_OF_SHARED_GPUS,  # the blocks of others wait for each other
+            warmed=(
+                *((rows // ranks, 32, 8, 128) for rows in (CHECKED_LENGTH, 8192)),
+                (CHECKED_LENGTH // ranks, 32, 32, 128),
+                *((rows // ranks, 16, 16, 64) for rows in (CHECKED_LENGTH, 8192)),
+            ),
         )
     return Scale(
         name="-cpu",
@@ -93,63 +110,70 @@ class Step:
     Args:
         name: also of its folder below that of the report.
         program: with its options; what it writes goes to its folder.
-        limit: seconds after which it is ended.
+        limit: seconds after which it is ended, if those before it took all of theirs.
         rate: MB/s of a rank's link to the others where it stands for a node; None on one host.
+        alone: whether it starts processes of its own, and no ranks.
     """
 
     name: str
     program: tuple[str, ...]
     limit: float
     rate: float | None = None
+    alone: bool = False
 
 
 def steps(ranks: int, scale: Scale, out: Path) -> list[Step]:
-    """What is run, in order; the limits are for the first run on a machine, which compiles all kernels."""
+    """What is run, in order: less than eight minutes by all limits together."""
     distributed, million = str(HERE / "distributed.py"), str(HERE / "million_tokens.py")
     self_test, train = str(HERE / "self_test.py"), str(TRAIN)
-    moved, timed = f"--transport {scale.transports}", "--rounds 3 --turn-ms 150 --timeout 60"
+    moved, timed = f"--transport {scale.transports}", f"{scale.timed} --timeout 60"
+    long = long_cuts(ranks)
     half = ranks // 2
-    cuts = [
+    every = [
         *(Cut(1, tile) for tile in tiles(ranks)),
         Cut(2, Tile(1, half)),
         Cut(2, squarest(half)),
         Cut(ranks, Tile(1, 1)),
     ]
-    named = " ".join(dict.fromkeys(map(name_of, cuts)))
+    named = " ".join(dict.fromkeys(map(name_of, every)) if scale.real else long)
     tested = "" if scale.device == "cuda" else "--dtype float32 --heads 8 --kv-heads 2 --head-dim 16"
     trained = f"{scale.train} --device {scale.device} --lr 3e-4 --warmup 4 --timeout 60"
     mine, nccl = out / TOPOLOGY, out / SOCKETS
     best, *others = scale.transports.split()
-    long = long_cuts(ranks)
-    runs = [(cut, best) for cut in long] + [(cut, other) for other in others for cut in long[:2]]
+    # The most wanted first: the report is written behind every run, and the last ones may be cut off.
+    runs = [(cut, kind) for kind in (best, *others) for cut in long[:2]] + [(cut, best) for cut in long[2:]]
     long_runs = f"--cut {' '.join(cut for cut, _ in runs)} --transport {' '.join(kind for _, kind in runs)}"
+    # By name: program, options, and limits in seconds on GPUs of their own and in a trial.
     found = [
-        ("self-test", self_test, f"{moved} {tested}", 75, None),
-        ("calibrate", "-m", f"meshattn calibrate --out {mine} {scale.blocks}", 45, None),
-        ("calibrate-nccl", "-m", f"meshattn calibrate --out {nccl} {scale.blocks} --transport p2p", 40, None),
+        ("self-test", self_test, f"{moved} {tested}", 55, 60),
+        ("calibrate", "-m", f"meshattn calibrate --out {mine} {scale.blocks}", 28, 40),
+        ("calibrate-nccl", "-m", f"meshattn calibrate --out {nccl} {scale.blocks} --transport p2p", 28, 40),
         (
             "tables",
             distributed,
             f"--seq-len {scale.lengths} {scale.model} --tile {named} {moved} {scale.beside} {timed}",
-            130,
-            None,
+            100,
+            60,
         ),
-        ("slow-links", distributed, f"{scale.slow} --no-bare --rounds 3", 50, scale.rate),
-        (
-            "million",
-            million,
-            f"--seq-len {scale.million} {scale.model} {long_runs} --timeout 100",
-            120,
-            None,
-        ),
-        ("train-mesh", train, f"--attention mesh {trained} --steps 10", 100, None),
-        ("train-ring", train, f"--attention ring {trained} --steps 4", 60, None),
+        ("slow-links", distributed, f"{scale.slow} --no-bare --rounds 3", 40, 50),
+        ("million", million, f"--seq-len {scale.million} {scale.model} {long_runs} --timeout 100", 75, 75),
+        ("train-mesh", train, f"--attention mesh {trained} --steps 10", 70, 40),
+        ("train-ring", train, f"--attention ring {trained} --steps 4", 40, 40),
     ]
     kernel = ["--kernel", scale.kernel] if scale.kernel else []
-    return [
-        Step(name, (program, *options.split(), *kernel, *_written(program, out / name)), limit, rate)
-        for name, program, options, limit, rate in found
+    made = [
+        Step(
+            name,
+            (program, *options.split(), *kernel, *_written(program, out / name)),
+            real if scale.real else trial,
+            scale.rate if name == "slow-links" else None,
+        )
+        for name, program, options, real, trial in found
     ]
+    if not scale.warmed:
+        return made
+    blocks = [word for block in scale.warmed for word in ("--block", *map(str, block))]
+    return [Step("warm", (str(HERE / "warm.py"), *blocks, *kernel), 29, alone=True), *made]
 
 
 def long_cuts(ranks: int) -> list[str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import pytest
 
 import many_gpus
 import options
+import warm
 from across_ranks import many_steps
 from meshattn import cli
 from virtual import undertaker
@@ -44,7 +48,11 @@ def test_every_step_gives_its_program_options_that_it_takes(
     steps = many_steps.steps(ranks, scale, tmp_path)
     for step in steps:
         program, *given = step.program
-        if program == "-m":
+        if step.alone:
+            assert program == warm.__file__
+            parsed = warm.parse(given)
+            assert len(parsed.block) == len(scale.warmed)
+        elif program == "-m":
             assert given[:2] == ["meshattn", "calibrate"]
             parsed = cli._parser().parse_args(given[1:])
             assert (
@@ -64,6 +72,49 @@ def test_every_step_gives_its_program_options_that_it_takes(
             parsed = parser_of(program)(given)
             assert parsed.out == str(tmp_path / step.name)
         assert parsed.kernel == (scale.kernel or None)
+
+
+@of_scales
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_all_limits_together_are_eight_minutes(ranks: int, scale: many_steps.Scale, tmp_path: Path) -> None:
+    have = many_gpus.EIGHT_MINUTES - many_gpus._SPARE
+    steps = many_steps.steps(ranks, scale, tmp_path)
+    assert sum(step.limit for step in steps) <= have
+    assert many_gpus.limits(steps, have) == steps
+    assert sum(step.limit for step in many_gpus.limits(steps, 60)) == pytest.approx(60)
+
+
+@of_scales
+def test_kernels_of_all_models_are_compiled_ahead(scale: many_steps.Scale, tmp_path: Path) -> None:
+    def kinds(text: str) -> tuple[int, bool]:
+        """Head size and whether heads share keys, which is what kernels are compiled for."""
+        words = text.split()
+        said = dict(itertools.pairwise(words))
+        heads = int(said["--heads"])
+        dim = int(said.get("--head-dim", 0)) or int(said["--dim"]) // heads
+        return dim, int(said.get("--kv-heads", heads)) < heads
+
+    if scale.device == "cuda":
+        warmed = {(dim, kv_heads < heads) for _, heads, kv_heads, dim in scale.warmed}
+        assert warmed == {kinds(text) for text in (scale.model, scale.slow, scale.train)} | {(128, False)}
+
+
+def test_all_kernels_are_compiled_though_one_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--device",
+        "cpu",
+        "--kernel",
+        "reference",
+        "--dtype",
+        "float32",
+        "--passes",
+        "alone",
+        "adding",
+    ]
+    assert warm.main([*options, "--block", "17", "3", "3", "8", "--block", "9", "3", "2", "4"]) == 1
+    said = capfd.readouterr()
+    assert len(said.out.splitlines()) == 2 and "rows=17, heads=3" in said.out
+    assert "rows=9" in said.err and "rows=17" not in said.err
 
 
 def test_real_ranks_are_torchruns_and_others_those_of_a_virtual_cluster() -> None:
@@ -93,14 +144,15 @@ def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(many_gpus, "command", lambda step, ranks, scale: [sys.executable, *step.program])
-    monkeypatch.setattr(many_gpus, "_SPARE", 0.2)
     programs = [
         many_steps.Step("good", ("-c", "print('it works')"), 60),
         many_steps.Step("bad", ("-c", "raise SystemExit(3)"), 60),
-        many_steps.Step("slow", ("-c", "import time; time.sleep(99)"), 0),
+        many_steps.Step("slow", ("-c", "import time; print('began', flush=True); time.sleep(99)"), 0.5),
+        many_steps.Step("left", ("-c", ""), 60),
     ]
-    outcomes = [many_gpus.run(step, 2, SCALES["shared"], tmp_path, {}) for step in programs]
-    assert [outcome.code for outcome in outcomes] == [0, 3, 124]
+    outcomes = [many_gpus.run(step, 2, SCALES["shared"], tmp_path) for step in programs[:-1]]
+    outcomes.append(many_gpus.Outcome(programs[-1]))
+    assert [outcome.code for outcome in outcomes] == [0, 3, many_gpus.LATE, many_gpus.NOT_YET]
     for kind, losses in (("mesh", [4.0, 2.0, 1.0]), ("ring", [4.0, 2.2])):
         lines = [json.dumps({"loss": loss, "tokens": 10, "seconds": 0.5}) for loss in losses]
         (tmp_path / f"train-{kind}").mkdir()
@@ -110,31 +162,69 @@ def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
     text = path.read_text()
     assert "it works" in text and "cannot be told: ValueError" in text
     assert "mesh: 20 tokens/s" in text and "2 first steps differ by 9.1e-02" in text
+    ended = dict(re.findall(r"^\| (\w+) +\| ([\w ]+?) +\|", text, re.MULTILINE))
+    assert ended["bad"] == "failed with code 3" and ended["left"] == "did not run"
     records = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
     codes = {record["case"]: record["ours"] for record in records if record["metric"] == "code"}
     assert codes == {outcome.step.name: outcome.code for outcome in outcomes}
 
 
-def test_all_steps_together_end_in_time_and_those_that_have_none_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    programs = [many_steps.Step(name, ("-c", "import time; time.sleep(0.5)"), 60) for name in "ab"]
+def test_what_a_step_starts_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_gpus, "command", lambda step, ranks, scale: [sys.executable, *step.program])
+    monkeypatch.setenv("OF_THIS_TEST", str(tmp_path))
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'], "
+    step = many_steps.Step("parent", ("-c", f"{child}start_new_session=True)"), 60)
+    assert many_gpus.run(step, 2, SCALES["cpu"], tmp_path).code == 0
+    assert not undertaker.marked(str(tmp_path))
+
+
+def in_turn(monkeypatch: pytest.MonkeyPatch, programs: list[many_steps.Step]) -> None:
     monkeypatch.setattr(many_gpus, "steps", lambda *_: programs)
     monkeypatch.setattr(many_gpus, "command", lambda step, ranks, scale: [sys.executable, *step.program])
-    monkeypatch.setattr(many_gpus, "EIGHT_MINUTES", many_gpus._SPARE + 0.4)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert many_gpus.main(["--ranks", "4", "--out", str(tmp_path)]) == 1
-    (path,) = tmp_path.glob("*-many-gpus-4-*.jsonl")
+
+
+def codes_in(folder: Path) -> dict[str, int]:
+    (path,) = folder.glob("*-many-gpus-4-*.jsonl")
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {x["case"]: x["ours"] for x in found if x["metric"] == "code"} == {"a": 0, "b": 125}
-    assert "no time was left" in path.with_suffix(".md").read_text()
+    return {x["case"]: x["ours"] for x in found if x["metric"] == "code"}
+
+
+def test_one_past_its_limit_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one behind those that end early may take what they have left."""
+    sleep = "import time; time.sleep({})".format
+    in_turn(
+        monkeypatch,
+        [
+            many_steps.Step("hangs", ("-c", sleep(99)), 1),
+            many_steps.Step("quick", ("-c", "pass"), 6),
+            many_steps.Step("longer", ("-c", sleep(2)), 1),
+        ],
+    )
+    arguments = ["--ranks", "4", "--out", str(tmp_path), "--seconds", str(many_gpus._SPARE + 8)]
+    assert many_gpus.main(arguments) == 1
+    assert codes_in(tmp_path) == {"hangs": many_gpus.LATE, "quick": 0, "longer": 0}
+
+
+def test_steps_for_which_no_time_is_left_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(step: many_steps.Step, *_: object) -> many_gpus.Outcome:
+        time.sleep(0.5)  # longer than its limit, as one that does not end at once
+        return many_gpus.Outcome(step, 0, 0.5)
+
+    in_turn(monkeypatch, [many_steps.Step(name, ("-c", "pass"), 60) for name in "ab"])
+    monkeypatch.setattr(many_gpus, "run", slow)
+    arguments = ["--ranks", "4", "--out", str(tmp_path), "--seconds", str(many_gpus._SPARE + 0.4)]
+    assert many_gpus.main(arguments) == 1
+    assert codes_in(tmp_path) == {"a": 0, "b": many_gpus.NO_TIME}
+    (path,) = tmp_path.glob("*.md")
+    assert "no time was left" in path.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=str)
 def test_one_that_is_stopped_ends_its_step_and_tells_what_there_is(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    command = [sys.executable, many_gpus.__file__, "--ranks", "4", "--only", "self-test"]
+    command = [sys.executable, many_gpus.__file__, "--ranks", "4", "--only", "self-test", "calibrate"]
     stopped = subprocess.Popen(
         [*command, "--out", str(tmp_path)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OF_THIS_TEST": str(tmp_path)},
@@ -150,3 +240,4 @@ def test_one_that_is_stopped_ends_its_step_and_tells_what_there_is(
         assert "all ranks have been ended" in started.read_text()
         for kind in ("md", "jsonl"):
             assert list(tmp_path.glob(f"*-many-gpus-4-cpu.{kind}"))
+        assert codes_in(tmp_path) == {"self-test": many_gpus.STOPPED, "calibrate": many_gpus.NOT_YET}
