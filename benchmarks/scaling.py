@@ -95,9 +95,16 @@ class Figures:
     leaving: int
     memory: int
 
-    @property
-    def exposed_share(self) -> float:
-        return self.exposed_us / self.total_us
+    def line(self) -> str:
+        """As JSON, with the name of the case in front."""
+        return json.dumps({"name": str(self.case), **asdict(self)})
+
+    @staticmethod
+    def read(line: str) -> Figures:
+        """The inverse of `line`."""
+        data = json.loads(line)
+        del data["name"]
+        return Figures(**data | {"case": Case(**data["case"])})
 
 
 def candidates(method: str, ranks: int, gpus_per_node: int) -> list[tuple[Cut, tuple[MeshAxis, ...]]]:
@@ -261,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with Pool(args.jobs) as pool, args.out.open("a") as lines:
         for number, found in enumerate(pool.imap(answer, wanted), 1):
             for one in found:
-                print(json.dumps({"name": str(one.case), **asdict(one)}), file=lines, flush=True)
+                print(one.line(), file=lines, flush=True)
             if not found:
                 print(f"{number}/{len(wanted)} has blocks that were not measured", flush=True)
                 continue

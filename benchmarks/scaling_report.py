@@ -11,9 +11,9 @@ from pathlib import Path
 
 from harness import REPORTS, Machine, report_path, write
 from meshattn.plan.assignment import Tile
-from scaling import TOKENS, Case, forwards
+from scaling import TOKENS, Case, Figures, forwards
 from study.scaling_pictures import draw_bytes, draw_strong, draw_two, draw_weak
-from study.scaling_rows import MILLION, Row, Study, records
+from study.scaling_rows import MILLION, Study, records
 from study.scaling_tables import CLUSTERS, case_table, lengths_table, pace_text, paper_table, strong_table
 
 
@@ -23,7 +23,7 @@ def report(study: Study, machine: Machine, pictures: Mapping[str, str]) -> str:
     for heads in ("MHA", "GQA"):
         for cluster, speed in CLUSTERS.items():
             for case in study.select(cluster=cluster, heads=heads, ranks=256, seq_len=MILLION, causal=True):
-                share = case["ring"].sm_share
+                share = case["ring"].case.sm_share
                 taken = f", exchanges between nodes take {share:.0%} of the multiprocessors" if share else ""
                 title = f"### 256 GPUs, 1M tokens, causal, {heads}, {cluster} ({speed}){taken}"
                 parts.append(f"{title}\n\n{case_table(case)}")
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("figures", type=Path, help="what scaling.py has written")
     parser.add_argument("--out", type=Path, default=REPORTS, help="folder of the report")
     args = parser.parse_args(argv)
-    study = Study([Row.read(line) for line in args.figures.read_text().splitlines()])
+    study = Study([Figures.read(line) for line in args.figures.read_text().splitlines()])
     here = Machine.here()
     machine = Machine("emulated; kernels of 1 x NVIDIA H200", here.versions, here.commit, here.day)
     runs = [(machine, records(study))]

@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 
 from meshattn.command.pictures import draw_timeline
 from meshattn.plan.timeline import Timeline
-from scaling import TOKENS
-from study.scaling_rows import NAMES, Row, Study
+from scaling import TOKENS, Figures
+from study.scaling_rows import NAMES, Study
 
 COLORS = {
     "ring": "#d1662a",
@@ -49,16 +49,16 @@ def _finish(figure: Any, axes: Any, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _gpus(axis: Axes, cases: list[Mapping[str, Row]]) -> None:
-    ranks = [case["ring"].ranks for case in cases]
+def _gpus(axis: Axes, cases: list[Mapping[str, Figures]]) -> None:
+    ranks = [case["ring"].case.ranks for case in cases]
     axis.set_xscale("log", base=2)
     axis.set_xticks(ranks, [str(n) for n in ranks])
     axis.set_xlabel("GPUs")
 
 
-def _lines(axis: Axes, cases: list[Mapping[str, Row]], value: Any) -> None:
+def _lines(axis: Axes, cases: list[Mapping[str, Figures]], value: Any) -> None:
     for method, color in COLORS.items():
-        points = [(case["ring"].ranks, value(case[method])) for case in cases if method in case]
+        points = [(case["ring"].case.ranks, value(case[method])) for case in cases if method in case]
         if points:
             axis.plot(
                 *zip(*points, strict=True), "o-", color=color, label=NAMES.get(method, method), markersize=3.5
@@ -70,8 +70,10 @@ def draw_strong(study: Study, path: Path) -> None:
     figure, axes = _panels("1M tokens, causal: forward and backward of one layer")
     for axis, (cluster, heads) in zip(axes.flat, PANELS, strict=True):
         cases = study.select(cluster=cluster, heads=heads, causal=True, seq_len=2**20, sm_share=0.0)
-        cases = sorted(cases, key=lambda case: case["ring"].ranks)
-        ideal = [(case["ring"].ranks, min(row.kernels_us for row in case.values()) / 1e3) for case in cases]
+        cases = sorted(cases, key=lambda case: case["ring"].case.ranks)
+        ideal = [
+            (case["ring"].case.ranks, min(row.kernels_us for row in case.values()) / 1e3) for case in cases
+        ]
         axis.plot(*zip(*ideal, strict=True), ":", color="#444444", label="kernels alone")
         _lines(axis, cases, lambda row: row.total_us / 1e3)
         axis.set_yscale("log")
@@ -85,8 +87,8 @@ def draw_weak(study: Study, path: Path) -> None:
     figure, axes = _panels(f"{TOKENS} tokens a GPU, causal: time over that of the kernels alone")
     for axis, (cluster, heads) in zip(axes.flat, PANELS, strict=True):
         cases = study.select(cluster=cluster, heads=heads, causal=True, sm_share=0.0)
-        cases = [case for case in cases if case["ring"].seq_len == TOKENS * case["ring"].ranks]
-        cases = sorted(cases, key=lambda case: case["ring"].ranks)
+        cases = [case for case in cases if case["ring"].case.seq_len == TOKENS * case["ring"].case.ranks]
+        cases = sorted(cases, key=lambda case: case["ring"].case.ranks)
         _lines(axis, cases, lambda row: row.total_us / row.kernels_us)
         axis.set_ylabel("times")
         axis.set_ylim(bottom=0.9)

@@ -11,8 +11,8 @@ from typing import Any
 from harness import table
 from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import NOMINAL
-from scaling import METHODS, NCCL_SHARE, Case, one_tile
-from study.scaling_rows import MILLION, NAMES, Row, Study, less_sent, speed_up
+from scaling import METHODS, NCCL_SHARE, Case, Figures, one_tile
+from study.scaling_rows import MILLION, NAMES, Study, less_sent, speed_up
 
 CLUSTERS = {"dgx-h200": "50 GB/s a GPU", "a3-high": "25 GB/s for two GPUs"}
 
@@ -24,7 +24,7 @@ def _gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f}"
 
 
-def case_table(found: Mapping[str, Row]) -> str:
+def case_table(found: Mapping[str, Figures]) -> str:
     """All methods of one case."""
     head = [
         "method",
@@ -63,7 +63,7 @@ def case_table(found: Mapping[str, Row]) -> str:
 def strong_table(study: Study, cluster: str, heads: str, causal: bool) -> str:
     """A million tokens on more and more GPUs."""
     found = study.select(cluster=cluster, heads=heads, causal=causal, seq_len=MILLION, sm_share=0.0)
-    found = sorted(found, key=lambda case: case["ring"].ranks)
+    found = sorted(found, key=lambda case: case["ring"].case.ranks)
     head = [
         "GPUs",
         "ring ms",
@@ -76,7 +76,7 @@ def strong_table(study: Study, cluster: str, heads: str, causal: bool) -> str:
         best = min((case[m] for m in ("mesh", "mesh+heads") if m in case), key=lambda row: row.total_us)
         lines.append(
             [
-                str(case["ring"].ranks),
+                str(case["ring"].case.ranks),
                 f"{case['ring'].total_us / 1e3:.1f}",
                 *(f"{speed_up(case, m):.2f}x" if m in case else "-" for m in METHODS[1:]),
                 f"{case['ring'].exposed_us / case['ring'].total_us:.0%}",
@@ -93,13 +93,13 @@ def lengths_table(study: Study) -> str:
     for cluster in CLUSTERS:
         for heads in ("MHA", "GQA"):
             cases = study.select(cluster=cluster, heads=heads, causal=True, ranks=256, sm_share=0.0)
-            for case in sorted(cases, key=lambda case: case["ring"].seq_len):
+            for case in sorted(cases, key=lambda case: case["ring"].case.seq_len):
                 tile, both = case["mesh"], case["mesh+heads"]
                 lines.append(
                     [
                         cluster,
                         heads,
-                        f"{tile.seq_len // 1024}k",
+                        f"{tile.case.seq_len // 1024}k",
                         tile.cut.removeprefix("1x"),
                         f"{speed_up(case, 'mesh'):.2f}",
                         f"{less_sent(case, 'mesh'):.1%}",
@@ -113,31 +113,31 @@ def lengths_table(study: Study) -> str:
 def paper_table(study: Study) -> str:
     """Beside the figures of arXiv 2512.20968."""
 
-    def cases(heads: str) -> list[Mapping[str, Row]]:
+    def cases(heads: str) -> list[Mapping[str, Figures]]:
         found = study.select(cluster="dgx-h200", heads=heads, causal=True, ranks=256, sm_share=0.0)
-        return sorted(found, key=lambda case: case["ring"].seq_len)
+        return sorted(found, key=lambda case: case["ring"].case.seq_len)
 
     mha, gqa = cases("MHA"), cases("GQA")
-    million = next(case for case in mha if case["ring"].seq_len == MILLION)
+    million = next(case for case in mha if case["ring"].case.seq_len == MILLION)
     (taken,) = (
         case
         for case in study.select(cluster="dgx-h200", heads="MHA", seq_len=MILLION, ranks=256)
-        if case["ring"].sm_share
+        if case["ring"].case.sm_share
     )
 
     def both(value: Any) -> str:
         return f"MHA {value(mha)}, GQA {value(gqa)}"
 
-    def best_speed(found: Sequence[Mapping[str, Row]]) -> str:
+    def best_speed(found: Sequence[Mapping[str, Figures]]) -> str:
         return f"{max(speed_up(case, 'mesh') for case in found):.2f}"
 
-    def mean_speed(found: Sequence[Mapping[str, Row]]) -> str:
+    def mean_speed(found: Sequence[Mapping[str, Figures]]) -> str:
         return f"{statistics.mean(speed_up(case, 'mesh') for case in found):.2f}"
 
-    def best_saved(found: Sequence[Mapping[str, Row]]) -> str:
+    def best_saved(found: Sequence[Mapping[str, Figures]]) -> str:
         return f"{max(less_sent(case, 'mesh') for case in found):.1%}"
 
-    def mean_saved(found: Sequence[Mapping[str, Row]]) -> str:
+    def mean_saved(found: Sequence[Mapping[str, Figures]]) -> str:
         return f"{statistics.mean(less_sent(case, 'mesh') for case in found):.1%}"
 
     case = Case("dgx-h200", 256, MILLION, "MHA", True)

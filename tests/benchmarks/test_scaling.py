@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
 import pytest
 
 import scaling
@@ -39,14 +36,15 @@ def test_methods_have_their_own_cuts() -> None:
 
 
 def test_the_report_has_all_methods() -> None:
-    from study.scaling_rows import Row, Study, less_sent, records, speed_up
+    from study.scaling_rows import Study, less_sent, records, speed_up
     from study.scaling_tables import case_table, strong_table
 
     case = scaling.Case("dgx-h200", 16, 2**17, "GQA", True)
     found = scaling.answer(case)
-    lines = [json.dumps({"name": str(one.case), **asdict(one)}) for one in found]
-    study = Study([Row.read(line) for line in lines])
+    assert [scaling.Figures.read(one.line()) for one in found] == found
+    study = Study(found)
     (methods,) = study.select(ranks=16)
+    assert not study.select(ranks=8)
     assert set(methods) == set(scaling.METHODS)
     assert speed_up(methods, "ring") == 1 and less_sent(methods, "double ring") == 0
     text = case_table(methods)
