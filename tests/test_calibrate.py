@@ -72,6 +72,30 @@ def test_the_type_asked_for_is_measured_and_said() -> None:
     assert found[0].kernels.dtype == "bf16" and found[1] == {torch.bfloat16}
 
 
+def test_a_block_runs_once_before_it_is_timed() -> None:
+    """To see that it fits; a long one takes seconds, and no second run makes it more ready."""
+    runs = {"forward": 0, "backward": 0}
+    sizes = replace(SIZES, rows=(8,), heads=((1, 1),), more=())
+
+    def measure(group: object) -> dict[str, int]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in runs:
+                whole = getattr(ReferenceKernel, name)
+
+                def spy(*args: object, name: str = name, whole: Any = whole, **options: object) -> None:
+                    runs[name] += 1
+                    whole(*args, **options)
+
+                patch.setattr(ReferenceKernel, name, spy)
+            calibrate(sizes, torch.device("cpu"))
+        return runs
+
+    (found,) = run_ranks(1, measure, "gloo")
+    timed = 2 * 2 * (1 + clock.REPEATS)  # two masks, two passes: how long it takes, and its times
+    assert found["forward"] == 2 * (1 + 2) + timed  # a forward beside, for the backward's lse
+    assert found["backward"] == 2 * (2 + 1) + timed  # and one for the workspace
+
+
 def test_needs_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit):

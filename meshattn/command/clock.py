@@ -35,8 +35,7 @@ class Clock:
     """By kind of work: microseconds that the host took to queue each that was timed on a GPU."""
 
     def us(self, run: Run, kind: str) -> float:
-        """The median over the runs, and over the ranks."""
-        run()
+        """The median over the runs, and over the ranks; it has run before, and made what it keeps."""
         if self.device.type != "cuda":
             whole = self.agree(self._host_us(run)) / 1e6
             return self.agree(statistics.median(self._host_us(run) for _ in range(_repeats(whole))))

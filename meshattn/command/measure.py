@@ -252,6 +252,7 @@ def _exchange_us(
         handle.wait()
         handle.release()
 
+    exchange()
     return clock.us(exchange, "exchange")
 
 
@@ -298,7 +299,12 @@ def _memory(clock: Clock) -> float:
     """Gigabytes a second of an addition: two reads and a write."""
     numbers = 2**24 if clock.device.type == "cuda" else 2**20
     a, b = (torch.zeros(numbers, device=clock.device) for _ in range(2))
-    return round(3 * 4e-3 * numbers / clock.us(lambda: a.add_(b), "addition"), 1)
+
+    def add() -> None:
+        a.add_(b)
+
+    add()
+    return round(3 * 4e-3 * numbers / clock.us(add, "addition"), 1)
 
 
 def sizes_of(
