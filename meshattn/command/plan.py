@@ -26,7 +26,7 @@ from meshattn.plan.topology import load_topology, presets
 from meshattn.plan.trace import write_trace
 
 MOST_APART = 1024  # ranks that do not fill their nodes: a minute
-MANY_MASKED = 256  # some twenty seconds
+MANY_MASKED = 256  # five seconds to half a minute
 MOST_DOCUMENTS = 2**21  # times ranks, some ten seconds
 
 

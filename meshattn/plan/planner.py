@@ -1,19 +1,21 @@
 """Which cut is best on a cluster, and why: every candidate is emulated, or shown to be slower by a bound.
 
 A candidate is heads x a x b and the order of its axes over nodes. No step list is faster than its kernels,
-nor than the bytes of the busiest port or card; candidates are emulated by that bound, the least first, until
-the best time is below the bound of all others.
+than the bytes of the busiest port or card, than the latencies of exchanges in a row, or than the host that
+queues it all; candidates are emulated by that bound, the least first, until the best time is below the bound
+of all others.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from .assignment import Assignment, Tile, tiles
 from .block_cost import Mask, block_times, partial_us
-from .cost import CallShape, Pace, choose_tile, total_bytes
+from .cost import CallShape, Pace, choose_tile, num_hops, total_bytes, traffic
 from .heads import buffer_memory, exchange, inner_shape
 from .hops import Visibility
 from .kernel_times import BlockPass
@@ -77,10 +79,31 @@ class Question:
 
     def bound_us(self, cut: Cut, order: tuple[MeshAxis, ...]) -> float:
         """No list is faster."""
+        least = max(self.kernels_us(cut, order), self.queued_us(cut, order))
         if self.mask is not None:  # hops that it leaves out are not counted here
-            return self.kernels_us(cut, order)
+            return least
         links = self.links(cut, order)
-        return max(self.kernels_us(cut, order), links.port_us, links.card_us)
+        return max(least, links.port_us, links.card_us, self._latencies_us(cut, order))
+
+    def queued_us(self, cut: Cut, order: tuple[MeshAxis, ...] = ORDER) -> float:
+        """What the host takes to queue the blocks and exchanges of a rank."""
+        each = (cut.tile.ranks + num_hops(way, cut.tile) + 2 * (cut.heads - 1) for way in self.passes)
+        return self.topology.start_us * num_groups(self.shape, cut, self.topology, order) * sum(each)
+
+    def _latencies_us(self, cut: Cut, order: tuple[MeshAxis, ...]) -> float:
+        """Of what is exchanged one behind the other: along all axes inside a node, or along one of the others
+        by a rank whose neighbour sits in another node."""
+        groups = num_groups(self.shape, cut, self.topology, order)
+        moved = Counter[MeshAxis]({"heads": 2 * len(self.passes)} if cut.heads > 1 else {})
+        for direction in self.passes:
+            for (axis, _), part in traffic(direction, cut.tile, self.shape).items():
+                moved[axis] += part.num_messages
+        near = self.placement(cut, order).inside_axes
+        inside = sum(count for axis, count in moved.items() if axis in near)
+        across = max((count for axis, count in moved.items() if axis not in near), default=0)
+        latencies = [inside * self.topology.inside.latency_us]
+        latencies += [across * self.topology.across.latency_us] if across else []
+        return groups * max(latencies)
 
     def memory(self, cut: Cut, order: tuple[MeshAxis, ...] = ORDER) -> int:
         """Buffers of a rank, and what the kernel keeps for itself, in the pass that needs more."""

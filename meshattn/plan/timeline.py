@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from .placement import MeshAxis
 from .script import Exchange, Kernel, Script, Slot, Wait
@@ -32,6 +32,15 @@ T = TypeVar("T")
 PerRank = tuple[float, ...] | tuple[bool, ...]
 Key = tuple[MeshAxis, int]
 """An axis and an offset along it."""
+
+
+class Sends(NamedTuple):
+    """Over what a rank sends to another one."""
+
+    us_per_byte: float
+    latency: float
+    crosses: bool
+    """From one node to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +95,49 @@ class Fabric:
         self.source = {
             (axis, offset): self.placement.peers(axis, -offset, count) for axis, offset in self.keys
         }
-        self.sharers = self.placement.sharers(self.keys)
+        self.sends = {key: self._sends(key, count) for key in self.keys}
         self.kind = tuple(range(count)) if every_rank else self._alike(count, uneven)
         self.ranks = tuple(self.kind.index(kind) for kind in range(max(self.kind) + 1))
 
-    def us_per_byte(self, key: Key, rank: int) -> tuple[float, float]:
-        """Of what ``rank`` sends: time of a byte, and latency."""
-        peer, period = self.to[key][rank], self.placement.period
-        if self.placement.node(rank) == self.placement.node(peer):
-            link, shared = self.topology.inside, 1
-        else:
-            sending, receiving = self.sharers
-            link, shared = self.topology.across, max(sending[rank % period], receiving[peer % period])
-        return shared / (1e3 * link.gb_per_s), link.latency_us
+    def _sends(self, key: Key, count: int) -> list[Sends]:
+        """Over what each of the ``count`` first ranks sends by a key."""
+        node, near = self._nodes, self.topology.inside
+        inside = Sends(1 / (1e3 * near.gb_per_s), near.latency_us, crosses=False)
+        peers = self.to[key]
+        if all(node[rank] == node[peer] for rank, peer in enumerate(peers)):
+            return [inside] * count
+        far = self.topology.across
+        sending, receiving = self._sharers
+        by_number = [
+            Sends(shared / (1e3 * far.gb_per_s), far.latency_us, crosses=True)
+            for shared in range(max(*sending, *receiving) + 1)
+        ]
+        period = self.placement.period
+        return [
+            inside
+            if node[rank] == node[peer]
+            else by_number[max(sending[rank % period], receiving[peer % period])]
+            for rank, peer in enumerate(peers)
+        ]
+
+    @cached_property
+    def _nodes(self) -> list[int]:
+        return list(map(self.placement.node, range(self.placement.ranks)))
+
+    @cached_property
+    def _sharers(self) -> tuple[list[int], list[int]]:
+        return self.placement.sharers(self.keys)
 
     def _alike(self, count: int, uneven: Sequence[PerRank]) -> tuple[int, ...]:
         """Kinds of ranks: of one kind do the same, send over equal links to one kind, and receive from one
         kind. The ``count`` first ranks are looked at, all others are as they."""
-        ranks = range(count)
-        links = [[self.us_per_byte(key, rank) for rank in ranks] for key in self.keys]
         ways = [[rank % count for rank in peers] for way in (self.to, self.source) for peers in way.values()]
         kinds, number = _named(zip([0] * count, *uneven, strict=True))
         while True:
             before = number
-            looks = zip(kinds, *links, *([kinds[rank] for rank in way] for way in ways), strict=True)
+            looks = zip(
+                kinds, *self.sends.values(), *([kinds[rank] for rank in way] for way in ways), strict=True
+            )
             kinds, number = _named(looks)
             if number == before:
                 return tuple(kinds) * (self.placement.ranks // count)
@@ -167,16 +195,9 @@ class _Run:
         self.stream = {key: node if key[0] in inside else net for key in fabric.keys}
         self.to = {key: [kind[fabric.to[key][rank]] for rank in fabric.ranks] for key in fabric.keys}
         self.source = {key: [kind[fabric.source[key][rank]] for rank in fabric.ranks] for key in fabric.keys}
-        self.link = {key: [fabric.us_per_byte(key, rank) for rank in fabric.ranks] for key in fabric.keys}
-        self.crosses = {
-            key: [
-                fabric.placement.node(rank) != fabric.placement.node(fabric.to[key][rank])
-                for rank in fabric.ranks
-            ]
-            for key in fabric.keys
-        }
+        self.link = {key: [fabric.sends[key][rank] for rank in fabric.ranks] for key in fabric.keys}
         self.staying = {
-            key: [rank for rank, crosses in enumerate(self.crosses[key]) if not crosses]
+            key: [rank for rank, sends in enumerate(self.link[key]) if not sends.crosses]
             for key in fabric.keys
         }
         self.done: dict[int, list[float]] = {}  # by exchange: when both halves have ended, on each rank
@@ -234,7 +255,7 @@ class _Run:
     def _exchange(self, entry: Exchange) -> None:
         self.host += self.fabric.topology.start_us
         key = entry.axis, entry.offset
-        stream, source, link, crosses = self.stream[key], self.source[key], self.link[key], self.crosses[key]
+        stream, source, link = self.stream[key], self.source[key], self.link[key]
         free, port_out, port_in, host = stream.free, self.port_out, self.port_in, self.host
         ready = [now if now > host else host for now in self.now]
         if stream.copies:
@@ -248,9 +269,9 @@ class _Run:
             if sends is not None and not sends[rank]:
                 continue
             begin = max(ready[rank], ready[peer], free[rank], free[peer] if stream.paired else 0.0)
-            if not crosses[rank]:
+            us_per_byte, latency, crosses = link[rank]
+            if not crosses:
                 begin = max(begin, port_out[rank], port_in[peer])
-            us_per_byte, latency = link[rank]
             ends[rank] = begin + (0.0 if entry.behind else latency) + entry.num_bytes * us_per_byte
             if self.record:
                 self.events.append(

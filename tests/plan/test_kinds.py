@@ -56,7 +56,9 @@ def test_a_period_of_ranks_tells_what_all_of_them_do(
         for order in itertools.permutations(ORDER):
             script = pass_script("backward", call(300, heads=24), cut, topology, order=order)
             fabric = Fabric(script, topology)
-            sharing = [counts * (cut.ranks // len(counts)) for counts in fabric.sharers]
+            sharing = [
+                counts * (cut.ranks // len(counts)) for counts in script.placement.sharers(fabric.keys)
+            ]
             each.append((sharing, fabric.kind, _counts.__wrapped__(script.placement)))
         found.append(each)
     assert found[0] == found[1]

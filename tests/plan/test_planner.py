@@ -33,6 +33,29 @@ def test_pruning_changes_neither_the_best_nor_the_order(between: float) -> None:
     assert all(each.bound_us <= each.total_us * (1 + 1e-9) for each in every)
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize(("latency_us", "start_us"), [(50.0, 0.0), (0.0, 50.0), (40.0, 50.0)])
+@pytest.mark.parametrize("gpus_per_node", [3, 12])
+def test_waits_and_the_host_bound_what_a_short_call_takes(
+    gpus_per_node: int, latency_us: float, start_us: float, masked: bool
+) -> None:
+    """So that few cuts of it are emulated; no bound is above the time of any."""
+
+    def triangle(heads: int) -> Mask:
+        return Mask(12 // heads, lambda p, q: 1.0 if q < p else 0.5 if q == p else 0.0)
+
+    topology = cluster(gpus_per_node, latency_us=latency_us, start_us=start_us)
+    asked = Question(12, call(3), topology, mask=triangle if masked else None)
+    every = [
+        asked.predict(cut, order) for cut in cuts(12, asked.shape) for order in cut.orders(gpus_per_node)
+    ]
+    assert all(each.bound_us <= each.total_us * (1 + 1e-9) for each in every)
+    said: list[str] = []
+    plan(asked, at_least=1, say=said.append)
+    if start_us or not masked:  # a mask may leave out what is waited for
+        assert len(said) < len(every)
+
+
 def test_ring_and_ulysses_are_always_there() -> None:
     found = plan(question(8, gpus_per_node=4), at_least=1)
     assert (
