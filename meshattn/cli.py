@@ -41,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if said:
             print(said, flush=True)
     except ValueError as error:
-        parser.error(str(error))
+        args.parser.error(str(error))
     except BrokenPipeError:  # `meshattn ... | head` has read enough; nothing may be flushed at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # a file that cannot be read or written
-        parser.error(str(error))
+        args.parser.error(str(error))
     return 0
 
 
@@ -114,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_window(layouts)
     _add_shape(layouts)
+    for each in (plan, calibrate, schedule, assignment, layouts):
+        each.set_defaults(parser=each)  # whose usage is shown with what is wrong
     return parser
 
 

@@ -252,6 +252,43 @@ def test_plan_says_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch
     assert re.fullmatch(r"plan: 0 of at most \d+ candidates are emulated", first) and "auto" in last
 
 
+@pytest.mark.parametrize("ranks", [1, 4, 12])
+def test_plan_shows_no_line_twice(capsys: pytest.CaptureFixture[str], ranks: int) -> None:
+    """What auto takes is named where it stands."""
+    text = out(capsys, f"plan --ranks {ranks} --seq-len 3k --heads 4 --topology dgx-h200")
+    head, *lines = text.split("\n\n")[0].splitlines()
+    at = head.index("taken by")
+    assert len({line[:at].rstrip() for line in lines}) == len(lines)
+    ways = [way for line in lines for way in line[at:].split("; ") if way]
+    assert sorted(ways) == [
+        'heads="auto"', 'heads="auto", no topology', 'tile="auto"', 'tile="auto", no topology'
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "plan --ranks 0 --topology dgx-h200",
+        "plan --ranks 4 --topology no/such/file.json",
+        "calibrate --out /no/such/folder/file.json",
+        "schedule --ranks 4 --tile 3x2",
+        "assignment --ranks 4 --tile 2x2 --rank 9",
+        "layouts --ranks 5000",
+    ],
+    ids=lambda wrong: str(wrong).split()[0],
+)
+def test_what_is_wrong_is_said_with_the_usage_of_the_command(
+    capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(wrong.split())
+    command = f"meshattn {wrong.split()[0]}"
+    said = capsys.readouterr().err
+    assert (
+        ended.value.code == 2 and said.startswith(f"usage: {command} [-h]") and f"\n{command}: error:" in said
+    )
+
+
 def test_a_picture_that_cannot_be_written_is_refused_before_the_plan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

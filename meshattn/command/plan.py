@@ -11,7 +11,7 @@ from typing import get_args
 
 from meshattn.advice import priced_mask_of
 from meshattn.command.arguments import add_window, check_folder, size, window_of
-from meshattn.command.automatic import taken_by_auto, why_auto
+from meshattn.command.automatic import Taken, taken_by_auto, why_auto
 from meshattn.command.progress import Progress
 from meshattn.layouts import Layout, LayoutKind
 from meshattn.plan.block_cost import Mask
@@ -122,10 +122,8 @@ def plan_command(args: argparse.Namespace, shape: CallShape) -> str:
         return json.dumps(said, indent=2)
     reason = f"{why(found)}.{_absent(question, found)}"
     measured = outside.text(topology.kernels.describe())
-    lines = [[*_cells(each), ""] for each in shown] + [[*_cells(each.prediction), each.by] for each in taken]
-    table = _table([HEAD, *lines])
     parts = [
-        table,
+        _table([HEAD, *_lines(shown, taken)]),
         reason,
         why_auto(best, taken, masked=question.mask is not None),
         _code(best, args.topology),
@@ -235,6 +233,14 @@ def _cells(each: Prediction) -> list[str]:
         each.limit,
         each.where,
     ]
+
+
+def _lines(shown: Sequence[Prediction], taken: Sequence[Taken]) -> list[list[str]]:
+    """A line for each that differs, with all ways to get it."""
+    lines: dict[tuple[str, ...], list[str]] = {tuple(_cells(each)): [] for each in shown}
+    for each in taken:
+        lines.setdefault(tuple(_cells(each.prediction)), []).append(each.by)
+    return [[*cells, "; ".join(ways)] for cells, ways in lines.items()]
 
 
 def _table(lines: Sequence[Sequence[str]]) -> str:
