@@ -9,7 +9,7 @@ of all others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,6 +29,11 @@ from .timeline import run
 from .topology import Topology
 
 BOTH: tuple[Direction, ...] = ("forward", "backward")
+WAYS: dict[Direction, tuple[BlockPass, BlockPass]] = {
+    "forward": ("forward", "merging"),
+    "backward": ("backward", "adding"),
+}
+"""To compute a block of a pass."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +69,14 @@ class Question:
         groups = num_groups(self.shape, cut, self.topology, order)
         inner = self.inner(cut, order)
         times = block_times(self.topology.kernels, inner)
-        half = 0 if inner.causal else 1
-        work = float(cut.tile.ranks)  # blocks of half or of all their pairs
-        if self.mask is not None:
-            half, work = 1, self._busiest(cut, times)
-        pairs: tuple[tuple[BlockPass, BlockPass], ...] = (("forward", "merging"), ("backward", "adding"))
-        each = [min(times[what][half] for what in names) for names in pairs if names[0] in self.passes]
-        return sum(each) * work * groups
-
-    def _busiest(self, cut: Cut, times: Mapping[BlockPass, tuple[float, float]]) -> float:
-        """What a mask leaves to the busiest rank, at least, in full blocks."""
-        assert self.mask is not None
-        return _busiest(self.mask(cut.heads), cut.tile, min(half / whole for half, whole in times.values()))
+        total = 0.0
+        for direction in self.passes:
+            both = [times[what] for what in WAYS[direction]]
+            if self.mask is not None:
+                total += _busiest(self.mask(cut.heads), cut.tile, tuple(both))
+            else:
+                total += cut.tile.ranks * min(half if inner.causal else whole for half, whole in both)
+        return total * groups
 
     def bound_us(self, cut: Cut, order: tuple[MeshAxis, ...]) -> float:
         """No list is faster."""
@@ -133,10 +134,13 @@ class Question:
 
 
 @lru_cache(maxsize=1024)
-def _busiest(mask: Mask, tile: Tile, half: float) -> float:
-    """Full blocks that the busiest rank computes, each for 1, where one of half its pairs takes ``half``."""
+def _busiest(mask: Mask, tile: Tile, times: tuple[tuple[float, float], ...]) -> float:
+    """What a mask leaves to the busiest rank, at least: each block takes the less of these times, which are
+    those of half of its pairs and of all."""
     assignment = Assignment(tile)
-    worth = [[partial_us(part, half, 1.0) for part in row] for row in mask.parts]
+    parts = {part for row in mask.parts for part in row}
+    least = {part: min(partial_us(part, half, whole) for half, whole in times) for part in parts}
+    worth = [[least[part] for part in row] for row in mask.parts]
 
     def of_rank(chunk: int) -> float:
         keys = assignment.keys(chunk)

@@ -14,6 +14,7 @@ from meshattn.plan.kernel_times import KernelTimes
 from meshattn.plan.placement import ORDER, Cut, Placement, order_of, rank_order
 from meshattn.plan.planner import BOTH, Question, choose, cuts, plan
 from meshattn.plan.prediction import why
+from meshattn.plan.topology import load_topology
 from plan.topology_cases import FLAT, call, cluster
 
 
@@ -106,8 +107,9 @@ def test_memory_counts_what_the_kernel_keeps_for_itself() -> None:
     assert full.predict(ring).workspace == 0 < replace(full, passes=BOTH).predict(ring).workspace
 
 
+@pytest.mark.parametrize("kernels", [FLAT, load_topology("dgx-h200").kernels], ids=["flat", "h200"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_mask_that_leaves_as_much_of_every_block_plans_as_none(causal: bool) -> None:
+def test_a_mask_that_leaves_as_much_of_every_block_plans_as_none(causal: bool, kernels: KernelTimes) -> None:
     """All figures, of every cut and placement: each rank is followed then, and every byte counted."""
     shape = replace(call(700), causal=causal)
 
@@ -115,6 +117,7 @@ def test_a_mask_that_leaves_as_much_of_every_block_plans_as_none(causal: bool) -
         return Mask(12 // heads, lambda p, q: 0.5 if causal else 1.0)
 
     topology = cluster(4, between=3.0, latency_us=2.0, gpus_per_nic=2, copy_engines=True)
+    topology = replace(topology, kernels=kernels)
     plain, masked = (Question(12, shape, topology, mask=which) for which in (None, mask))
     for cut in cuts(12, shape):
         for order in cut.orders(4)[-1:]:
