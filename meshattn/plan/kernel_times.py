@@ -3,9 +3,10 @@
 A block is a chunk of queries against a chunk of keys. Its rate (visible pairs, heads and head size a
 microsecond) grows with its size and with the number of heads until the GPU is full; between the entries of
 the table the logarithm of the rate is a straight line over those of rows and of heads. Beyond the largest
-block the rate stays, below the smallest the time does; fewer heads than any entry has are at least as fast as
-a shorter block with as many tiles. No entry is left out and none is fitted, so a block
-that is in the table takes the time that is written there.
+block of so many heads the rate stays, or is that of a block with more heads and fewer rows that has as many
+tiles, which is no faster; so it is for fewer heads than any entry has. Below the smallest block the time
+stays. No entry is left out and none is fitted, so a block that is in the table takes the time that is written
+there.
 """
 
 from __future__ import annotations
@@ -140,11 +141,19 @@ class KernelTimes:
         """
         curves, full = self._curves(what, head_dim, causal, heads > kv_heads)
         size = math.log(rows * keys) / 2
-        by_heads = [(math.log(n), _at(curve, size, slope=2.0)) for n, curve in curves]
+
+        def known(heads: int) -> float:
+            """The best of blocks of so many heads, or of more and as many tiles, which are no faster."""
+            more = [(math.log(heads / n), curve) for n, curve in curves if n >= heads]
+            return max(_at(curve, size + fewer, slope=2.0) for fewer, curve in more)
+
+        by_heads = [
+            (math.log(n), known(n) if size > curve[-1][0] else _at(curve, size, slope=2.0))
+            for n, curve in curves
+        ]
         rate = _at(by_heads, math.log(heads), slope=1.0)
-        least, curve = curves[0]
-        if heads < least:  # nothing known takes longer; and a shorter block with as many tiles is no faster
-            rate = max(rate, _at(curve, size + math.log(heads / least), slope=2.0))
+        if heads < curves[0][0]:
+            rate = max(rate, known(heads))
         times = 0.5 if causal and full else 2.0 if not (causal or full) else 1.0
         return times * rows * keys * heads * head_dim / math.exp(rate)
 
