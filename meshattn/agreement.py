@@ -16,6 +16,7 @@ import json
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -141,6 +142,14 @@ class Agreement:
             self._forget()
             raise
         self.compared += 1
+
+    def leave(self) -> None:
+        """Leave a word for ranks that come to a call after this one has closed the mesh: it ends their wait,
+        or is found behind it."""
+        told = "ValueError", "the mesh has been closed there: close it on all ranks, after the last call"
+        word = json.dumps([{"call": "close"}, told])
+        with suppress(RuntimeError, TimeoutError):  # a store that is gone has no readers
+            within(_STORE_GRACE, lambda: self._store.set(self._key(self._round, self._rank), word))
 
     def _forget(self) -> None:
         """All ranks come by here after a failure: they forget what they did differently, or some would

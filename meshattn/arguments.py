@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from meshattn.masks import checked_window
@@ -62,7 +63,7 @@ class Arguments(NamedTuple):
     def looks(self) -> object:
         """What a call on a sequence is checked for and planned from. A new object if it cannot be right."""
         name, q, k, v, seq, keys, sinks, seed, options = self
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or _is_faked():
             return object()
         given = (q, k, v) if sinks is None else (q, k, v, sinks)
         if not all(isinstance(x, Tensor) and not x.is_nested for x in given) or any(map(_is_freed, given)):
@@ -102,8 +103,17 @@ def _is_freed(tensor: Tensor) -> bool:
     return plain and tensor.numel() > 0 and tensor.data_ptr() == 0
 
 
+def _is_faked() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def check_transforms(**given: object) -> None:
     """Behind the checks PyTorch would refuse them, on this rank alone."""
+    if _is_faked():
+        raise ValueError(
+            "this call is inside FakeTensorMode, whose tensors hold no numbers, which exchanges and kernels "
+            "need: make it outside of the mode, with real tensors"
+        )
     if torch._C._are_functorch_transforms_active():
         raise ValueError(
             "this call is inside a transform of torch.func (vmap, grad, jvp, ...), which cannot follow "
@@ -145,7 +155,9 @@ def _check_dense(name: str, tensor: Tensor) -> None:
 def check_memory(name: str, tensor: Tensor) -> None:
     """Kernels and transports read memory, which tensors that only describe or wrap others have not."""
     try:
-        missing = tensor.numel() > 0 and as_written(tensor).data_ptr() == 0
+        missing = isinstance(tensor, FakeTensor) or (
+            tensor.numel() > 0 and as_written(tensor).data_ptr() == 0
+        )
     except RuntimeError:  # those of torch.func
         missing = True
     if missing:

@@ -18,19 +18,22 @@ def difference(statements: Mapping[int, Mapping[str, str]]) -> str:
     # Calls of two kinds state different things: only what both state tells them apart.
     if len({statement.get("call") for statement in statements.values()}) > 1:
         names = [name for name in names if all(name in statement for statement in statements.values())]
-    parts = []
+    alike: dict[str, list[str]] = {}
     for name in names:
         parties: dict[str, list[int]] = {}
         for rank, statement in statements.items():
             parties.setdefault(statement.get(name, "absent"), []).append(rank)
         if len(parties) > 1:
             ordered = sorted(parties.items(), key=lambda party: (len(party[1]), party[1]))
-            parts.append(
-                f"{name} is " + ", but ".join(f"{value} on {named(ranks)}" for value, ranks in ordered)
-            )
+            told = ", but ".join(f"{value} on {named(ranks)}" for value, ranks in ordered)
+            alike.setdefault(told, []).append(name)
+    parts = [
+        f"{some[0]} is {told}" if len(some) == 1 else f"{', '.join(some[:-1])} and {some[-1]} are {told}"
+        for told, some in alike.items()
+    ]
     call = statements[min(statements)].get("call", "")
-    told = "; ".join(parts) if parts else "they are at different calls"
-    return f"{call}: the ranks disagree: {told}. {RULE}"
+    found = "; ".join(parts) if parts else "they are at different calls"
+    return f"{call}: the ranks disagree: {found}. {RULE}"
 
 
 def absence(

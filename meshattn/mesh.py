@@ -335,6 +335,7 @@ class AttentionMesh:
         """Give back the connection. Collective; the mesh cannot be used afterwards."""
         if not self._closed:
             self._closed = True
+            self.agreement.leave()
             self.connection.close()
 
     def require_open(self) -> None:

@@ -56,7 +56,10 @@ def unshard(mesh: AttentionMesh) -> Any:
 
 
 OTHERWISE: dict[str, tuple[Call, tuple[str, ...]]] = {
-    "batch-heads": (lambda mesh: attend(mesh, heads=4), ("q is [1, 4, 4, 8]", "[1, 4, 2, 8]")),
+    "batch-heads": (
+        lambda mesh: attend(mesh, heads=4),
+        ("q, k and v are [1, 4, 4, 8]", "on rank 1, but [1, 4, 2, 8]"),
+    ),
     "length": (lambda mesh: attend(mesh, seq_len=11), ("sequence is", "11 tokens", "12 tokens")),
     "dtype": (lambda mesh: attend(mesh, dtype=torch.bfloat16), ("torch.bfloat16", "torch.float32")),
     "causal": (
@@ -71,7 +74,7 @@ OTHERWISE: dict[str, tuple[Call, tuple[str, ...]]] = {
     "return_lse": (lambda mesh: attend(mesh, return_lse=True), ("return_lse is True on rank 1",)),
     "no-grad": (
         without_grad,
-        ("q is [1, 4, 2, 8] torch.float32 on cpu on rank 1", "with grad on ranks 0, 2"),
+        ("q, k and v are [1, 4, 2, 8] torch.float32 on cpu on rank 1", "with grad on ranks 0, 2"),
     ),
     "ring": (ring, ("ring_attention", "mesh_attention")),
     "unshard": (unshard, ("unshard", "mesh_attention")),
@@ -126,6 +129,22 @@ def test_another_third_call_is_named_on_all_ranks(name: str, backend: Backend) -
         else:
             for fragment in (*expected, "rank 1"):
                 assert fragment in str(failure)
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("call_number", [1, 3])
+def test_a_mesh_closed_on_one_rank_alone_is_named(call_number: int, backend: Backend) -> None:
+    """Also where the others foresaw their call; and a rank that closes last finds nothing wrong."""
+
+    def close(mesh: AttentionMesh) -> None:
+        mesh.close()
+        raise ValueError("closed")  # so that it is one of the failures
+
+    for rank, failure in enumerate(_failures(call_number, close, backend)):
+        assert type(failure) in (ValueError, RankMismatchError)
+        if rank != ODD:
+            assert f"rank {ODD}: the mesh has been closed there: close it on all ranks" in str(failure)
 
 
 def _wrong(mesh: AttentionMesh) -> Any:

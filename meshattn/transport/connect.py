@@ -32,7 +32,8 @@ from meshattn.transport.symmetric import SymmetricTransport
 from meshattn.transport.threads import SimulatedGroup, ThreadTransport
 
 Group = dist.ProcessGroup | DeviceMesh | SimulatedGroup | Sequence[int]
-TRANSPORTS = ("auto", "symmetric", "p2p", "threads")
+TRANSPORTS = ("auto", "symmetric", "p2p")
+"""Of process groups."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,15 @@ class Connection:
 
 def check_transport(transport: str, group: Group | None) -> None:
     """ValueError for an unknown transport and for one that cannot serve this kind of group."""
-    if transport not in TRANSPORTS:
-        raise ValueError(
-            f"transport={transport!r} is unknown: choose one of {', '.join(TRANSPORTS)}; p2p is the send "
-            "and receive of torch.distributed, by NCCL or gloo"
-        )
     simulated = isinstance(group, SimulatedGroup)
+    if transport not in (*TRANSPORTS, "threads"):
+        choices = "auto or threads, as the group is simulated"
+        if not simulated:
+            choices = (
+                f"one of {', '.join(TRANSPORTS)}; p2p is the send and receive of torch.distributed, by NCCL "
+                "or gloo"
+            )
+        raise ValueError(f"transport={transport!r} is unknown: choose {choices}")
     if transport == "threads" and not simulated:
         raise ValueError(
             "transport='threads' needs a simulated group (meshattn.testing.run_ranks); "

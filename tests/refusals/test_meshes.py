@@ -74,7 +74,7 @@ MESHES: dict[str, tuple[Callable[[SimulatedGroup], Any], Words]] = {
     ),
     "transport": (
         lambda g: ma.init_attention_mesh(g, transport="pigeon"),
-        ("'pigeon'", "auto, symmetric, p2p, threads"),
+        ("'pigeon'", "auto or threads, as the group is simulated"),
     ),
     "p2p-of-threads": (
         lambda g: ma.init_attention_mesh(g, transport="p2p"),
@@ -110,6 +110,10 @@ GROUPS: dict[str, tuple[Callable[[], Any], Words]] = {
     "threads-of-processes": (
         lambda: ma.init_attention_mesh(transport="threads"),
         ("transport='threads'", "use 'p2p'"),
+    ),
+    "nccl": (
+        lambda: ma.init_attention_mesh(transport="nccl"),
+        ("'nccl' is unknown: choose one of auto, symmetric, p2p; p2p is the send and receive",),
     ),
     "repeated-rank": (lambda: ma.init_attention_mesh([0, 0]), ("group=[0, 0]", "different ranks of the 2")),
     "rank-beyond": (lambda: ma.init_attention_mesh([0, 1, 2]), ("group=[0, 1, 2]", "the 2 that there are")),

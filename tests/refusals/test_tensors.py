@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from meshattn.mesh import AttentionMesh
 from refused_calls import (
@@ -41,6 +42,17 @@ def _under_autocast(mesh: AttentionMesh, **tensors: Tensor) -> Any:
 
 def _nested() -> Tensor:
     return torch.nested.nested_tensor([torch.ones(ROWS, 4, 8)] * 2)
+
+
+def _faked(mesh: AttentionMesh) -> Any:
+    """Of real tensors such a mode would make fake results, and none of the exchanges."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return attend(mesh, *[torch.ones(2, ROWS, 4, 8)] * 3)
+
+
+def _fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(2, ROWS, 4, 8)
 
 
 def _of_inference() -> Tensor:
@@ -102,6 +114,14 @@ CALLS: Calls = {
     "beside-what-is-transformed": (
         lambda m: torch.func.grad(lambda x: x * attend(m).sum())(ones()),
         ("inside a transform of torch.func", "call attention outside of it"),
+    ),
+    "inside-fake-mode": (
+        lambda m: _faked(m),
+        ("inside FakeTensorMode, whose tensors hold no numbers", "outside of the mode, with real tensors"),
+    ),
+    "fake": (
+        lambda m: attend(m, k=_fake()),
+        ("k is a FakeTensor on cpu without memory of its own", "pass a plain tensor"),
     ),
     "a-wrapper": (
         lambda m: attend(m, v=_Wrapper(ones(2, ROWS, 4, 8))),
@@ -175,7 +195,16 @@ def test_wrong_tensors(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
-    "name", ["nested", "sinks-sparse", "q-of-3-dims", "made-in-inference-mode", "under-a-transform"]
+    "name",
+    [
+        "nested",
+        "sinks-sparse",
+        "q-of-3-dims",
+        "made-in-inference-mode",
+        "under-a-transform",
+        "inside-fake-mode",
+    ],
 )
 def test_wrong_tensors_of_one_rank_are_everybodys_error(name: str) -> None:
+    _fake()  # for the first of them PyTorch imports for seconds, in which others would wait
     check_refused_on_all(CALLS, name)
