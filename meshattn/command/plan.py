@@ -25,7 +25,7 @@ from meshattn.plan.timeline import Timeline, run
 from meshattn.plan.topology import load_topology, presets
 from meshattn.plan.trace import write_trace
 
-MOST_APART = 1024  # ranks that do not fill their nodes: a minute
+MOST_APART = 1024  # ranks that do not fill their nodes: a quarter of a minute
 MANY_MASKED = 256  # five seconds to half a minute
 MOST_DOCUMENTS = 2**21  # times ranks, some ten seconds
 
