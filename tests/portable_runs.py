@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cases import Inputs, Results, Shape
+from key_blocks import Block, forward_over, nan_accumulator, run_over
 from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals, accumulator_dtype
 from meshattn_kernels.portable.kernel import TritonDashKernel, TritonKernel
 from meshattn_kernels.portable.launch import INTERPRETED
@@ -21,7 +22,6 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 NAN = math.nan
 KERNELS = [TritonKernel(), TritonDashKernel()]
 Kernel = TritonKernel | TritonDashKernel
-Block = tuple[slice, Intervals]
 
 
 def by_name(kernel: Kernel) -> str:
@@ -36,51 +36,20 @@ class Run:
     softmax_scale: float
 
     def accumulator(self, kind: str, inputs: Inputs, rows: int) -> dict[str, Tensor]:
-        sizes = self.kernel.accumulator_shapes(
-            kind,
-            batch=len(inputs.q),
-            rows=rows,
-            heads=inputs.q.shape[2],
-            kv_heads=inputs.k.shape[2],
-            head_dim=inputs.q.shape[3],
-            head_dim_v=inputs.v.shape[3],
-        )
-        total = sum(map(math.prod, sizes.values()))
-        buffer = torch.full((total,), NAN, dtype=accumulator_dtype(inputs.q.dtype), device=DEVICE)
-        pieces = buffer.split([math.prod(size) for size in sizes.values()])
-        return {name: piece.view(size) for (name, size), piece in zip(sizes.items(), pieces, strict=True)}
+        return nan_accumulator(self.kernel, kind, *inputs[:3], rows)
+
+    def _new(self, kind: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        return nan_accumulator(self.kernel, kind, q, k, v, (k if kind == "dkv" else q).shape[1])
 
     def forward(self, inputs: Inputs, blocks: list[Block]) -> dict[str, Tensor]:
-        q, k, v, _ = inputs
-        acc = self.accumulator("out", inputs, q.shape[1])
-        for n, (keys, intervals) in enumerate(blocks):
-            self.kernel.forward(
-                q, k[:, keys], v[:, keys], acc, intervals, softmax_scale=self.softmax_scale, first=n == 0
-            )
-        return acc
+        return forward_over(self.kernel, inputs, blocks, self.softmax_scale, self._new)
 
     def __call__(self, inputs: Inputs, blocks: list[Block]) -> Results:
-        """Forward and backward. dk and dv of all blocks are accumulated in one accumulator of all keys if the
-        blocks are the same keys, else concatenated in the order of the blocks."""
+        """Forward and backward on the device; results on the CPU."""
         inputs = Inputs(*(x.to(DEVICE) for x in inputs))
-        q, k, v, do = inputs
-        kernel, scale = self.kernel, self.softmax_scale
-        acc = self.forward(inputs, blocks)
-        delta = (acc["out"] * do.nan_to_num()).sum(-1).transpose(1, 2)
-        dq = self.accumulator("dq", inputs, q.shape[1])
-        parts: list[tuple[Tensor, ...]] = []
-        for n, (keys, intervals) in enumerate(blocks):
-            k_block, v_block = k[:, keys], v[:, keys]
-            dkv = self.accumulator("dkv", inputs, k_block.shape[1])
-            kernel.backward(
-                q, k_block, v_block, do, acc["lse"], delta, dq, dkv, intervals,
-                softmax_scale=scale, first_dq=n == 0, first_dkv=True,
-            )  # fmt: skip
-            parts.append(kernel.finish("dkv", dkv, dtype=q.dtype, softmax_scale=scale))
-        (out,) = kernel.finish("out", acc, dtype=q.dtype, softmax_scale=scale)
-        (dq_out,) = kernel.finish("dq", dq, dtype=q.dtype, softmax_scale=scale)
-        dk, dv = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-        return Results(*(x.cpu() for x in (out, acc["lse"], dq_out, dk, dv)))
+        return Results(
+            *(x.cpu() for x in run_over(self.kernel, inputs, blocks, self.softmax_scale, self._new))
+        )
 
 
 def probabilities(inputs: Inputs, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:

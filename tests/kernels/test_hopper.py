@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cases import Inputs, Results, Shape, make_inputs
+from key_blocks import Block, run_over
 from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals, accumulator_dtype
 from meshattn_kernels.dash import SCHEDULES
 from tolerance import assert_close
@@ -30,7 +31,6 @@ pytestmark = [
 
 NAN = math.nan
 DEVICE = "cuda"
-Block = tuple[slice, Intervals]
 Rule = Callable[[Shape], Intervals]
 
 
@@ -117,27 +117,11 @@ class Run:
         }
         return {n: torch.full(sizes[n], NAN, dtype=dtypes[n], device=q.device) for n in sizes}
 
+    def new(self, kind: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        return self.accumulator(kind, q, k, v, (k if kind == "dkv" else q).shape[1])
+
     def __call__(self, inputs: Inputs, blocks: list[Block]) -> Results:
-        q, k, v, do = inputs
-        kernel, scale = self.kernel, self.scale
-        acc = self.accumulator("out", q, k, v, q.shape[1])
-        for n, (keys, intervals) in enumerate(blocks):
-            kernel.forward(q, k[:, keys], v[:, keys], acc, intervals, softmax_scale=scale, first=n == 0)
-        delta = (acc["out"] * do.float()).sum(-1).transpose(1, 2)
-        dq = self.accumulator("dq", q, k, v, q.shape[1])
-        gradients = []
-        for n, (keys, intervals) in enumerate(blocks):
-            k_block, v_block = k[:, keys], v[:, keys]
-            dkv = self.accumulator("dkv", q, k, v, k_block.shape[1])
-            kernel.backward(
-                q, k_block, v_block, do, acc["lse"], delta, dq, dkv, intervals,
-                softmax_scale=scale, first_dq=n == 0, first_dkv=True,
-            )  # fmt: skip
-            gradients.append(kernel.finish("dkv", dkv, dtype=q.dtype, softmax_scale=scale))
-        (out,) = kernel.finish("out", acc, dtype=q.dtype, softmax_scale=scale)
-        (dq_out,) = kernel.finish("dq", dq, dtype=q.dtype, softmax_scale=scale)
-        dk, dv = (torch.cat(parts, dim=1) for parts in zip(*gradients, strict=True))
-        return Results(out, acc["lse"], dq_out, dk, dv)
+        return run_over(self.kernel, inputs, blocks, self.scale, self.new)
 
 
 def hopper(**options: object) -> object:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise, product
 
 import pytest
 import torch
 
 from cases import Inputs, Results, Shape, dense, make_inputs
+from key_blocks import Block, run_over
 from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, get_kernel
 from meshattn_kernels.contract import new_accumulator
 from meshattn_kernels.plain_blocks import PlainBlocks, pieces_of
@@ -68,26 +70,11 @@ def run(kernel: PlainBlocks, inputs: Inputs, cuts: list[int], lo: int, n_q: int,
     """
     q, k, v, do = (x.clone() for x in inputs)
     q[:, n_q:] = do[:, n_q:] = math.nan
-    blocks = [
+    blocks: list[Block] = [
         (slice(t0, t1), BandIntervals(max(lo + t0, -UNBOUNDED), UNBOUNDED, n_q, t1 - t0))
         for t0, t1 in pairwise(cuts)
     ]
-    acc, dq = (new_accumulator(kernel, kind, q, k, v) for kind in ("out", "dq"))
-    for n, (keys, band) in enumerate(blocks):
-        kernel.forward(q, k[:, keys], v[:, keys], acc, band, softmax_scale=scale, first=n == 0)
-    delta = (acc["out"] * do.nan_to_num()).sum(-1).transpose(1, 2)
-    grads = []
-    for n, (keys, band) in enumerate(blocks):
-        dkv = new_accumulator(kernel, "dkv", q, k[:, keys], v[:, keys])
-        kernel.backward(
-            q, k[:, keys], v[:, keys], do, acc["lse"], delta, dq, dkv, band,
-            softmax_scale=scale, first_dq=n == 0, first_dkv=True,
-        )  # fmt: skip
-        grads.append(kernel.finish("dkv", dkv, dtype=q.dtype, softmax_scale=scale))
-    (out,) = kernel.finish("out", acc, dtype=q.dtype, softmax_scale=scale)
-    (dq_out,) = kernel.finish("dq", dq, dtype=q.dtype, softmax_scale=scale)
-    dk, dv = (torch.cat(parts, dim=1) for parts in zip(*grads, strict=True))
-    return Results(out, acc["lse"], dq_out, dk, dv)
+    return run_over(kernel, Inputs(q, k, v, do), blocks, scale, partial(new_accumulator, kernel))
 
 
 def cuts_of(shape: Shape) -> list[list[int]]:

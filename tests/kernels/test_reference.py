@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from cases import Inputs, Results, Shape, dense, make_inputs
+from key_blocks import Block, nan_accumulator, run_over
 from meshattn_kernels import (
     UNBOUNDED,
     ArrayIntervals,
     BandIntervals,
     Intervals,
-    accumulator_dtype,
     get_kernel,
 )
 from meshattn_kernels.reference import ReferenceKernel
@@ -40,46 +40,13 @@ class Run:
     """One query chunk against any number of key chunks; accumulator memory starts as NaN."""
 
     kernel: ReferenceKernel
-    shape: Shape
     softmax_scale: float
 
-    def accumulator(self, kind: str, rows: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Cut out of one flat buffer, as the caller of a kernel does."""
-        sizes = self.kernel.accumulator_shapes(
-            kind,
-            batch=self.shape.B,
-            rows=rows,
-            heads=self.shape.H,
-            kv_heads=self.shape.H_kv,
-            head_dim=self.shape.D,
-            head_dim_v=self.shape.head_dim_v,
-        )
-        buffer = torch.full((sum(map(math.prod, sizes.values())),), NAN, dtype=accumulator_dtype(dtype))
-        pieces = buffer.split([math.prod(size) for size in sizes.values()])
-        return {name: piece.view(size) for (name, size), piece in zip(sizes.items(), pieces, strict=True)}
+    def accumulator(self, kind: str, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        return nan_accumulator(self.kernel, kind, q, k, v, (k if kind == "dkv" else q).shape[1])
 
-    def __call__(self, inputs: Inputs, blocks: list[tuple[slice, Intervals]]) -> Results:
-        """All results; every block is a range of the keys and the intervals of the queries in it."""
-        q, k, v, do = inputs
-        kernel, scale = self.kernel, self.softmax_scale
-        acc = self.accumulator("out", q.shape[1], q.dtype)
-        for n, (keys, intervals) in enumerate(blocks):
-            kernel.forward(q, k[:, keys], v[:, keys], acc, intervals, softmax_scale=scale, first=n == 0)
-        delta = (acc["out"] * do.nan_to_num()).sum(-1).transpose(1, 2)
-        dq = self.accumulator("dq", q.shape[1], q.dtype)
-        gradients = []
-        for n, (keys, intervals) in enumerate(blocks):
-            k_block, v_block = k[:, keys], v[:, keys]
-            dkv = self.accumulator("dkv", k_block.shape[1], q.dtype)
-            kernel.backward(
-                q, k_block, v_block, do, acc["lse"], delta, dq, dkv, intervals,
-                softmax_scale=scale, first_dq=n == 0, first_dkv=True,
-            )  # fmt: skip
-            gradients.append(kernel.finish("dkv", dkv, dtype=q.dtype, softmax_scale=scale))
-        (out,) = kernel.finish("out", acc, dtype=q.dtype, softmax_scale=scale)
-        (dq_out,) = kernel.finish("dq", dq, dtype=q.dtype, softmax_scale=scale)
-        dk, dv = (torch.cat(parts, dim=1) for parts in zip(*gradients, strict=True))
-        return Results(out, acc["lse"], dq_out, dk, dv)
+    def __call__(self, inputs: Inputs, blocks: list[Block]) -> Results:
+        return run_over(self.kernel, inputs, blocks, self.softmax_scale, self.accumulator)
 
 
 def band(shape: Shape, window_size: tuple[int, int], t0: int = 0, t1: int | None = None) -> BandIntervals:
@@ -109,7 +76,7 @@ def test_equals_the_oracle(shape: Shape, window_size: tuple[int, int]) -> None:
     inputs = make_inputs(shape)
     oracle = dense(inputs, window_size=window_size, softmax_scale=0.4)
     for block_q, block_k in BLOCKS:
-        run = Run(ReferenceKernel(block_q, block_k), shape, 0.4)
+        run = Run(ReferenceKernel(block_q, block_k), 0.4)
         intervals = band(shape, window_size)
         check(run(inputs, [(slice(None), intervals)]), oracle)
         check(run(inputs, [(slice(None), as_arrays(intervals, shape.S))]), oracle)
@@ -121,7 +88,7 @@ def test_equals_the_oracle(shape: Shape, window_size: tuple[int, int]) -> None:
 def test_lower_types_are_as_good_as_eager(shape: Shape, dtype: torch.dtype, causal: bool) -> None:
     inputs = make_inputs(shape, dtype)
     oracle, eager = dense(inputs, torch.float64, causal=causal), dense(inputs, causal=causal)
-    run = Run(ReferenceKernel(4, 3), shape, shape.D**-0.5)
+    run = Run(ReferenceKernel(4, 3), shape.D**-0.5)
     actual = run(inputs, [(slice(None), band(shape, (-1, 0 if causal else -1)))])
     assert actual.out.dtype == actual.dq.dtype == actual.dk.dtype == actual.dv.dtype == dtype
     assert actual.lse.dtype == torch.float32
@@ -138,7 +105,7 @@ def test_growth_by_merging_many_blocks(dtype: torch.dtype, window_size: tuple[in
         dense(inputs, torch.float64, window_size=window_size),
         dense(inputs, window_size=window_size),
     )
-    run = Run(ReferenceKernel(16, 16), shape, 0.25)
+    run = Run(ReferenceKernel(16, 16), 0.25)
     one = run(inputs, [(slice(None), band(shape, window_size))])
     cuts = list(pairwise([0, 1, 9, 17, 25, 33, 41, 49, 61]))
     order = [3, 0, 7, 5, 1, 6, 2, 4]
@@ -157,12 +124,12 @@ def test_two_query_chunks_add_into_one_key_accumulator() -> None:
     q, k, v, do = inputs = make_inputs(shape)
     oracle = dense(inputs, causal=True, softmax_scale=0.6)
     kernel = ReferenceKernel(3, 4)
-    run = Run(kernel, shape, 0.6)
+    run = Run(kernel, 0.6)
     delta = (oracle.out * do).sum(-1).transpose(1, 2)
-    dkv = run.accumulator("dkv", shape.S, q.dtype)
+    dkv = run.accumulator("dkv", q, k, v)
     for n, (s0, s1) in enumerate(((0, 4), (4, 10))):
         rows = slice(s0, s1)
-        dq = run.accumulator("dq", s1 - s0, q.dtype)
+        dq = run.accumulator("dq", q[:, rows], k, v)
         kernel.backward(
             q[:, rows], k, v, do[:, rows], oracle.lse[:, :, rows], delta[:, :, rows], dq, dkv,
             BandIntervals(-s0, UNBOUNDED, s1 - s0, shape.S),
@@ -188,7 +155,7 @@ def test_padding_of_nan_reaches_nothing(dtype: torch.dtype, causal: bool) -> Non
     )
     oracle, eager = dense(inputs, torch.float64, causal=causal), dense(inputs, causal=causal)
     for block_q, block_k in BLOCKS:
-        run = Run(ReferenceKernel(block_q, block_k), real, real.D**-0.5)
+        run = Run(ReferenceKernel(block_q, block_k), real.D**-0.5)
         intervals = band(real, (-1, 0 if causal else -1))
         for form in (intervals, as_arrays(intervals, rows)):
             actual = run(padded, [(slice(None), form)])
@@ -223,15 +190,15 @@ def test_a_block_without_pairs_writes_neutral_or_nothing(intervals: Intervals) -
     shape = Shape(B=1, S=4, H=2, H_kv=1, D=3, S_k=5)
     inputs = Inputs(*(torch.full_like(x, NAN) for x in make_inputs(shape)))
     assert intervals.is_empty
-    actual = Run(ReferenceKernel(), shape, 1.0)(inputs, [(slice(None), intervals)])
+    actual = Run(ReferenceKernel(), 1.0)(inputs, [(slice(None), intervals)])
     assert (actual.lse == -math.inf).all()
     for x in (actual.out, *actual[2:]):
         assert (x == 0).all()
 
     inputs = make_inputs(shape)
     everything = BandIntervals(-UNBOUNDED, UNBOUNDED, 4, 5)
-    once = Run(ReferenceKernel(), shape, 1.0)(inputs, [(slice(None), everything)])
-    twice = Run(ReferenceKernel(), shape, 1.0)(inputs, [(slice(None), everything), (slice(None), intervals)])
+    once = Run(ReferenceKernel(), 1.0)(inputs, [(slice(None), everything)])
+    twice = Run(ReferenceKernel(), 1.0)(inputs, [(slice(None), everything), (slice(None), intervals)])
     assert torch.equal(once.out, twice.out) and torch.equal(once.lse, twice.lse)
     assert torch.equal(once.dq, twice.dq)
 
@@ -239,7 +206,7 @@ def test_a_block_without_pairs_writes_neutral_or_nothing(intervals: Intervals) -
 def test_any_strides_give_the_same_bits() -> None:
     shape = Shape(B=2, S=9, H=4, H_kv=2, D=3, D_v=5)
     inputs = make_inputs(shape)
-    run = Run(ReferenceKernel(4, 4), shape, 0.5)
+    run = Run(ReferenceKernel(4, 4), 0.5)
     blocks: list[tuple[slice, Intervals]] = [(slice(None), band(shape, (-1, 0)))]
     expected = run(inputs, blocks)
     heads_first = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
@@ -257,7 +224,7 @@ def test_expanded_inputs() -> None:
     inputs = Inputs(
         q[:1].expand_as(q), k[:, :, :1].expand_as(k), v[:, :1].expand_as(v), do[..., :1].expand_as(do)
     )
-    actual = Run(ReferenceKernel(3, 2), shape, 0.5)(inputs, [(slice(None), band(shape, (2, 2)))])
+    actual = Run(ReferenceKernel(3, 2), 0.5)(inputs, [(slice(None), band(shape, (2, 2)))])
     check(actual, dense(inputs, window_size=(2, 2), softmax_scale=0.5))
 
 
@@ -265,14 +232,14 @@ def test_inputs_are_not_written_to() -> None:
     shape = Shape(B=1, S=6, H=1, H_kv=1, D=4)  # one head: rows-first and heads-first are the same memory
     inputs = make_inputs(shape)
     before = Inputs(*(x.clone() for x in inputs))
-    Run(ReferenceKernel(6, 6), shape, 0.5)(inputs, [(slice(None), band(shape, (-1, 0)))])
+    Run(ReferenceKernel(6, 6), 0.5)(inputs, [(slice(None), band(shape, (-1, 0)))])
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 
 def test_autocast_changes_no_bit() -> None:
     shape = Shape(B=1, S=9, H=4, H_kv=2, D=8)
     inputs = make_inputs(shape, torch.bfloat16)
-    run = Run(ReferenceKernel(4, 4), shape, 0.5)
+    run = Run(ReferenceKernel(4, 4), 0.5)
     expected = run(inputs, [(slice(None), band(shape, (-1, 0)))])
     with torch.autocast("cpu", torch.bfloat16):
         actual = run(inputs, [(slice(None), band(shape, (-1, 0)))])
@@ -282,10 +249,7 @@ def test_autocast_changes_no_bit() -> None:
 def test_three_runs_give_the_same_bits() -> None:
     shape = Shape(B=2, S=33, H=4, H_kv=2, D=8)
     inputs = make_inputs(shape, torch.float32)
-    runs = [
-        Run(ReferenceKernel(8, 8), shape, 0.5)(inputs, [(slice(None), band(shape, (-1, 0)))])
-        for _ in range(3)
-    ]
+    runs = [Run(ReferenceKernel(8, 8), 0.5)(inputs, [(slice(None), band(shape, (-1, 0)))]) for _ in range(3)]
     for other in runs[1:]:
         assert all(torch.equal(x, y) for x, y in zip(runs[0], other, strict=True))
 
@@ -298,7 +262,7 @@ def test_large_scores_do_not_overflow() -> None:
         (slice(0, 4), band(shape, (-1, 0), 0, 4)),
         (slice(4, 8), band(shape, (-1, 0), 4, 8)),
     ]
-    actual = Run(ReferenceKernel(3, 3), shape, 0.5)(inputs, blocks)
+    actual = Run(ReferenceKernel(3, 3), 0.5)(inputs, blocks)
     check(
         actual,
         dense(inputs, torch.float64, causal=True, softmax_scale=0.5),
@@ -330,7 +294,7 @@ def test_work_is_blocks_that_are_visible_and_masks_where_they_are_partly(
 
     monkeypatch.setattr(Tensor, "__matmul__", recorded_multiply)
     monkeypatch.setattr(Tensor, "masked_fill_", recorded_fill)
-    Run(ReferenceKernel(8, 8), shape, 0.5)(make_inputs(shape), [(slice(None), band(shape, window_size))])
+    Run(ReferenceKernel(8, 8), 0.5)(make_inputs(shape), [(slice(None), band(shape, window_size))])
     assert all(rows <= 2 * 8 and keys <= 8 for rows, keys in products)
     assert len(products) == 3 * blocks  # scores; and again, with do v^T, in backward
     assert len(masks) == 2 * masked
