@@ -100,6 +100,12 @@ def run(step: Step, ranks: int, scale: Scale, out: Path) -> Outcome:
     return Outcome(step, code, time.monotonic() - began, _cached_kernels() - known)
 
 
+def forget(out: Path, step: Step) -> None:
+    """What an earlier run wrote for a step, which is not to be taken for what this one does."""
+    for path in (path for end in ("txt", "jsonl", "md") for path in (out / step.name).glob(f"*.{end}")):
+        path.unlink()
+
+
 def _log(out: Path, step: Step) -> Path:
     return out / step.name / "output.txt"
 
@@ -230,6 +236,8 @@ def main(arguments: list[str] | None = None) -> int:
     end = time.monotonic() + options.seconds - _SPARE
     chosen = [step for step in every if not options.only or step.name in options.only]
     outcomes = {step.name: Outcome(step) for step in limits(chosen, options.seconds - _SPARE)}
+    for step in chosen:
+        forget(options.out, step)
     signal.signal(signal.SIGTERM, interrupt)
     try:
         for name, waiting in list(outcomes.items()):

@@ -211,13 +211,17 @@ def test_steps_for_which_no_time_is_left_are_told(tmp_path: Path, monkeypatch: p
         time.sleep(0.5)  # longer than its limit, as one that does not end at once
         return many_gpus.Outcome(step, 0, 0.5)
 
-    in_turn(monkeypatch, [many_steps.Step(name, ("-c", "pass"), 60) for name in "ab"])
+    in_turn(monkeypatch, [many_steps.Step(name, ("-c", "pass"), 60) for name in ("a", "train-mesh")])
     monkeypatch.setattr(many_gpus, "run", slow)
+    earlier = tmp_path / "train-mesh" / "log.jsonl"
+    earlier.parent.mkdir()
+    earlier.write_text('{"loss": 1.0, "tokens": 1, "seconds": 1.0}\n' * 2)
     arguments = ["--ranks", "4", "--out", str(tmp_path), "--seconds", str(many_gpus._SPARE + 0.4)]
     assert many_gpus.main(arguments) == 1
-    assert codes_in(tmp_path) == {"a": 0, "b": many_gpus.NO_TIME}
+    assert codes_in(tmp_path) == {"a": 0, "train-mesh": many_gpus.NO_TIME}
     (path,) = tmp_path.glob("*.md")
-    assert "no time was left" in path.read_text()
+    text = path.read_text()
+    assert "no time was left" in text and "tokens/s" not in text, "what an earlier run did is not told"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=str)
