@@ -175,6 +175,7 @@ def _predict(question: Question, cut: Cut, order: tuple[MeshAxis, ...], pace: Pa
         memory=question.memory(cut, order),
         workspace=question.workspace(cut, order) if "backward" in question.passes else 0,
         bound_us=question.bound_us(cut, order),
+        queued_us=question.queued_us(cut, order),
         kernels_us=question.kernels_us(cut, order),
         total_us=total,
         compute_us=compute,

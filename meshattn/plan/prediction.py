@@ -22,6 +22,8 @@ class Prediction:
     workspace: int
     """The kernel's part of it."""
     bound_us: float
+    queued_us: float
+    """What the host takes to queue it all."""
     kernels_us: float
     """What the blocks of a rank take, alone."""
     total_us: float
@@ -69,6 +71,7 @@ class Prediction:
             "compute": self.kernels_us,
             "ports inside the node": self.links.port_us,
             "network cards": self.links.card_us,
+            "host": self.queued_us,
         }
         name = max(uses, key=lambda use: uses[use])
         return name if self.total_us < 1.5 * uses[name] else f"waits (then {name})"
@@ -139,8 +142,10 @@ def _both(other: float, best: float) -> str:
 
 
 def _sent(best: Prediction, other: Prediction) -> str:
-    """What it waits for, if that is what it sends more."""
+    """What it waits for, if that is more than the best has: the host, or what it sends."""
     use, least = other.links, best.links
+    if other.queued_us > max(use.card_us, use.port_us, best.queued_us):
+        return " for the host to queue its blocks and exchanges"
     if use.card > least.card:
         return (
             f" for what its busiest network card sends, {size_of(use.card)} instead of {size_of(least.card)}"

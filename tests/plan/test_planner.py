@@ -168,6 +168,15 @@ def test_why_says_what_the_next_cut_and_the_ring_lose() -> None:
     assert ring.links.card > best.links.card and "busiest network card" in against[1]
 
 
+def test_short_calls_wait_for_the_host() -> None:
+    """Which queues a block for every rank of a ring, and fewer where heads are shared out."""
+    asked = Question(12, call(3), cluster(12, start_us=20.0))
+    found = plan(asked, at_least=99)
+    assert {each.limit for each in found} == {"host"} and not found[0].is_ring
+    assert "for the host to queue its blocks and exchanges" in why(found).split("; ")[-1]
+    assert {each.limit for each in plan(replace(asked, topology=cluster(12)), at_least=99)} != {"host"}
+
+
 def test_every_placement_of_a_cut_has_a_line_if_wanted() -> None:
     asked = question(12)
     every = {(cut, order) for cut in cuts(12, asked.shape) for order in cut.orders(4)}
