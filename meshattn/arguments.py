@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from meshattn.masks import checked_window
+from meshattn.mesh_arguments import check_switch
 from meshattn.packing import as_written
 from meshattn.plan.cost import HEAD_DIM_STEP
 from meshattn.sequence import ShardedSequence
@@ -223,8 +224,7 @@ def check_options(options: Options) -> None:
     check_softcap(options.softcap)
     check_dropout(options.dropout_p)
     for name in ("causal", "deterministic", "return_lse"):
-        if not isinstance(value := getattr(options, name), bool):
-            raise ValueError(f"{name} is {value!r}: it must be True or False")
+        check_switch(name, getattr(options, name))
     scale = options.softmax_scale
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
         raise ValueError(

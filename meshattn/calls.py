@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,8 +35,10 @@ from meshattn.program import Call, Program
 from meshattn.sequence import ShardedSequence
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
+from meshattn_kernels.rules import REPEATABLE
 from meshattn_kernels.sharing import among, leave_room, takes_parts
 
+_LONG_BLOCK = 1e12  # floating-point operations, 2 ms on a fast GPU: ten times what enqueueing a block takes
 _KEPT_CALLS = 32  # kinds of calls on one sequence that are not checked again: those of all layers of a model
 
 
@@ -206,7 +208,19 @@ def _plan(given: Arguments, masks: BlockMasks, kernel: AttentionKernel) -> HeadC
         softmax_scale=shape.head_dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale),
         device=device,
     )
+    if _can_be_recorded(inner):
+        inner = replace(inner, recorder=mesh.recorder(device))
     return HeadCall(inner, split, groups, mesh.head_ranks, mesh.head, mesh.head_transport(device))
+
+
+def _can_be_recorded(call: Call) -> bool:
+    """Whether passes on the same memory enqueue the same (the numbers of dropout differ), and so fast that
+    the host may be the slower one."""
+    operations = 4 * call.batch * call.heads * call.rows * call.key_rows * call.head_dim
+    passes = (call.forward,) if call.backward is None else (call.forward, call.backward)
+    moving = (transport for program in passes for transport in program.moving)
+    known = call.kernel.name in REPEATABLE and call.dropout is None
+    return known and operations <= _LONG_BLOCK and all(transport.records for transport in moving)
 
 
 def _plan_pass(

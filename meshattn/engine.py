@@ -11,25 +11,23 @@ Shapes: B batch, C and C_kv rows of a query and of a key/value chunk, H and H_kv
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 
-import torch
 from torch import Tensor
 
-from meshattn.packing import Packed, Views
-from meshattn.plan.schedule import AXIS, Block, Merge, Payload, Transfer
+from meshattn.packing import Views
+from meshattn.pass_memory import Accumulators, Chunks
+from meshattn.plan.schedule import Block, Merge, Payload, Transfer
 from meshattn.program import Call, Program
 from meshattn.sinks import add_sinks
 from meshattn.transport.base import Handle
 from meshattn_kernels import AttentionKernel, Intervals
 from meshattn_kernels.contract import (
     AccumulatorKind,
-    add_accumulator,
-    clear_accumulator,
 )
 from meshattn_kernels.delta import row_delta
 from meshattn_kernels.dropout import with_dropout
-from meshattn_kernels.merge import merge_partial
 
 
 def forward(
@@ -48,7 +46,7 @@ def forward(
         out [B, C, H, D_v] in the type of q and lse [B, H, C] in the accumulator type.
     """
     work = _Forward(call, q, k, v, seed)
-    _execute(call.forward, work)
+    _run(call, call.forward, work)
     return work.finish(sinks)
 
 
@@ -61,7 +59,7 @@ def backward(
     """
     assert call.backward is not None, "a call without gradients"
     work = _Backward(call, call.backward, q, k, v, lse, do, delta, seed)
-    _execute(call.backward, work)
+    _run(call, call.backward, work)
     return work.finish()
 
 
@@ -75,6 +73,13 @@ def row_terms(out: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Tens
         # d lse / d score = p, so that ds = p * (dp - delta + dlse); rows that see no key have no score.
         delta = delta - dlse.masked_fill(lse == -math.inf, 0.0)
     return delta
+
+
+def _run(call: Call, program: Program, work: _Pass) -> None:
+    if call.recorder is None:
+        _execute(program, work)
+    else:
+        call.recorder.run(program, work, partial(_execute, program, work))
 
 
 def _execute(program: Program, work: _Pass) -> None:
@@ -96,117 +101,7 @@ def _execute(program: Program, work: _Pass) -> None:
             handles.pop(released).release()
 
 
-class _Chunks:
-    """The chunk slots of one axis: slot 0 is this rank's own chunk, the others are filled by transfers."""
-
-    def __init__(self, call: Call, program: Program, payload: Payload, own: Views) -> None:
-        axis, slots = AXIS[payload], program.schedule.slots
-        others = (slots.row if axis == "row" else slots.col) - 1
-        self._received: Sequence[Packed] = ()
-        self.views: list[Views] = [own]
-        if others == 0:  # nothing moves along this axis: the caller's tensors serve as they are
-            return
-        own = {name: tensor.contiguous() for name, tensor in own.items()}
-        packing, transport = call.chunk_packings[payload], program.transports[axis]
-        self._received = transport.received(axis, "inward", packing, others, call.device)
-        self.views = [own, *(packed.views for packed in self._received)]
-
-    def outgoing(self, transfer: Transfer) -> Sequence[Tensor]:
-        slot = transfer.send_slot
-        return (self._received[slot - 1].flat,) if slot else tuple(self.views[0].values())
-
-    def incoming(self, transfer: Transfer) -> Sequence[Tensor]:
-        received = self._received[transfer.recv_slot - 1]
-        return (received.flat,) if transfer.send_slot else tuple(received.views.values())  # as it is sent
-
-
-class _Accumulators:
-    """Partial results of one kind (out, dq or dkv): one slot for each that is live, and buffers for those
-    that arrive."""
-
-    def __init__(self, call: Call, kind: AccumulatorKind) -> None:
-        line = self._line = call.lines[kind]
-        self._kernel = call.kernel
-        self._dtype = call.result_dtype(kind)
-        self._softmax_scale = call.softmax_scale
-        self.moves = line.received > 0
-        self._packed: list[Packed] = []
-        self._received: Sequence[Packed] = ()
-        # One is enough: a partial is sent only after the one before it has gone and its echo is merged.
-        self._staging: Packed | None = None
-        self.views: list[Views]
-        if self.moves:
-            self._packed = [line.packing.new(call.device) for _ in range(line.held)]
-            self.views = [packed.views for packed in self._packed]
-            self._received = line.transport.received(
-                line.axis, "outward", line.wire, line.received, call.device
-            )
-            if line.wire is not line.packing:
-                self._staging = line.wire.within(torch.empty_like(self._received[0].flat))
-        else:  # tensors of their own, which the caller may get and write to
-            self.views = [line.packing.tensors(call.device) for _ in range(line.held)]
-        self._plus: Views | None = None
-        self._written: set[int] = set()
-        self._parts_first = False  # for all parts of the block that is cut
-
-    def first(self, index: int, slot: int, block: Block) -> bool:
-        """True for the first block of a row or column: it writes its accumulator without reading it."""
-        if block.parts == 1:
-            return self._is_new(index)
-        if block.part == 0:
-            self._parts_first = self._is_new(index)
-            if self._parts_first and not self._line.lonely:  # something between the parts adds to all of it
-                clear_accumulator(self.views[slot])
-                self._parts_first = False
-        return self._parts_first
-
-    def _is_new(self, index: int) -> bool:
-        if index in self._written:
-            return False
-        self._written.add(index)
-        return True
-
-    def _settle(self, index: int, slot: int) -> None:
-        # A row whose blocks are all masked has not been written at all.
-        if self._is_new(index):
-            clear_accumulator(self.views[slot])
-
-    def outgoing(self, transfer: Transfer) -> Sequence[Tensor]:
-        self._settle(transfer.sent, transfer.send_slot)
-        if self._staging is None:
-            return (self._packed[transfer.send_slot].flat,)
-        for name, view in self._staging.views.items():
-            view.copy_(self.views[transfer.send_slot][name])
-        return (self._staging.flat,)
-
-    def incoming(self, transfer: Transfer) -> Sequence[Tensor]:
-        return (self._received[transfer.recv_slot].flat,)
-
-    def merge(self, merge: Merge) -> None:
-        self._settle(merge.index, merge.acc)
-        mine, theirs = self.views[merge.acc], self._received[merge.recv_slot].views
-        if merge.transfer == self._line.last:  # added when the line is finished, which reads it once less
-            self._plus = theirs
-            return
-        if self._line.kind == "out":
-            merge_partial(mine["out"], mine["lse"], theirs["out"], theirs["lse"])
-        else:
-            add_accumulator(mine, theirs)
-
-    def complete(self) -> None:
-        """This rank's own row or column holds its result, also if nothing was added to it."""
-        self._settle(0, 0)
-
-    def finish(self) -> tuple[Tensor, ...]:
-        """This rank's own row or column in the caller's layout and type."""
-        self.complete()
-        return self._kernel.finish(
-            self._line.kind,
-            self.views[0],
-            dtype=self._dtype,
-            softmax_scale=self._softmax_scale,
-            plus=self._plus,
-        )
+Outcome = Mapping[str, tuple[frozenset[int], int | None]]
 
 
 class _Pass:
@@ -221,10 +116,20 @@ class _Pass:
         seed: int,
     ) -> None:
         self._call, self._program, self._seed = call, program, seed
-        self._rows, self._cols = (_Chunks(call, program, *chunk) for chunk in chunks.items())
-        self._partials: dict[str, _Accumulators] = {kind: _Accumulators(call, kind) for kind in partials}
+        self._rows, self._cols = (Chunks(call, program, *chunk) for chunk in chunks.items())
+        self._partials: dict[str, Accumulators] = {kind: Accumulators(call, kind) for kind in partials}
 
-    def _holder(self, transfer: Transfer) -> _Chunks | _Accumulators:
+    def memory(self) -> Hashable:
+        return self._rows.memory(), self._cols.memory(), *[x.memory() for x in self._partials.values()]
+
+    def outcome(self) -> Outcome:
+        return {kind: partials.outcome() for kind, partials in self._partials.items()}
+
+    def resume(self, outcome: Outcome) -> None:
+        for kind, partials in self._partials.items():
+            partials.resume(outcome[kind])
+
+    def _holder(self, transfer: Transfer) -> Chunks | Accumulators:
         if transfer.inward:
             return self._rows if transfer.axis == "row" else self._cols
         return self._partials[transfer.payload]

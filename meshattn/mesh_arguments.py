@@ -38,6 +38,12 @@ def as_topology(source: Topology | str | Path) -> Topology:
     return load_topology(source)
 
 
+def check_switch(name: str, value: object) -> None:
+    """ValueError for what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}: it must be True or False")
+
+
 def digest(topology: Topology | None) -> str:
     """What ranks compare: the name, and a hash of all that plans follow from."""
     if topology is None:

@@ -17,6 +17,7 @@ from meshattn.packing import Field, Packing
 from meshattn.plan.assignment import Assignment, Axis
 from meshattn.plan.hops import Hops
 from meshattn.plan.schedule import AXIS, Block, Merge, Payload, Schedule, Transfer
+from meshattn.recording import Recorder
 from meshattn.transport.base import Message, Transport
 from meshattn_kernels import AttentionKernel, Intervals
 from meshattn_kernels.contract import ACCUMULATOR_KINDS, AccumulatorKind
@@ -99,6 +100,12 @@ class Program:
         return tuple(steps)
 
     @cached_property
+    def moving(self) -> tuple[Transport, ...]:
+        """What moves anything for this rank."""
+        moves = (move for step in self.steps for move in step.moves if move.sends or move.receives)
+        return tuple(dict.fromkeys(move.transport for move in moves))
+
+    @cached_property
     def last_merges(self) -> Mapping[str, int]:
         """By payload, the transfer whose partial is merged last of all, if it goes into the own line."""
         last = {merge.payload: merge for step in self.steps for merge in step.merges}
@@ -172,6 +179,7 @@ class Call:
     dkv_dtype: torch.dtype  # of dk and dv: a part of them is to be added to others
     softmax_scale: float
     device: torch.device
+    recorder: Recorder | None = None  # of passes that recur
 
     def result_dtype(self, kind: AccumulatorKind) -> torch.dtype:
         """Type of the results of a kind of accumulator."""

@@ -89,6 +89,33 @@ class World:
         return True
 
 
+def _recordable(method: Callable[..., None]) -> Callable[..., None]:
+    """On a tape while there is one; in the queues when the tape is played."""
+
+    def put(self: Shuffled, *args: object) -> None:
+        if self.tape is None:
+            method(self, *args)
+        else:
+            self.tape.append((method, args))
+
+    return put
+
+
+@dataclass(frozen=True)
+class Tape:
+    """What a rank would have enqueued: a graph of its operations."""
+
+    ops: Shuffled
+    recorded: list[tuple[Callable[..., None], tuple[object, ...]]]
+
+    def replay(self) -> None:
+        # Events of a graph are its own: outside they may mean something else by now.
+        outside, self.ops.events = self.ops.events, [[True] for _ in self.ops.events]
+        for method, args in self.recorded:
+            method(self.ops, *args)
+        self.ops.events = outside
+
+
 class Shuffled:
     """Operations of one rank, enqueued in a `World`; with ``one_queue`` all streams share one, in order."""
 
@@ -98,12 +125,24 @@ class Shuffled:
         self._world = world
         self._rank = rank
         self._one_queue = one_queue
-        self._events: list[list[bool]] = []
+        self.events: list[list[bool]] = []
         self.stream = COMPUTE
         self.in_capture = False
+        self.tape: list[tuple[Callable[..., None], tuple[object, ...]]] | None = None
 
+    def record_tape(self, run: Callable[[], None]) -> Tape:
+        """What ``run`` would enqueue."""
+        self.tape, self.in_capture = [], True
+        run()
+        tape, self.tape, self.in_capture = Tape(self, self.tape), None, False
+        return tape
+
+    @_recordable
     def enqueue(self, stream: int, op: Op) -> None:
         self._world.enqueue((self._rank, 0 if self._one_queue else stream), op)
+
+    def host_word(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32)
 
     def current_stream(self) -> int:
         return self.stream
@@ -111,12 +150,15 @@ class Shuffled:
     def capturing(self) -> bool:
         return self.in_capture
 
+    @_recordable
     def write(self, stream: int, address: int, value: int) -> None:
         self.enqueue(stream, Op(lambda: _write_word(address, value), name="write"))
 
+    @_recordable
     def wait(self, stream: int, address: int, value: int) -> None:
         self.enqueue(stream, Op(lambda: None, lambda: read_word(address) == value, "wait"))
 
+    @_recordable
     def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
         # In pieces, so that others run while a copy is half done.
         half = nbytes // 2
@@ -132,20 +174,22 @@ class Shuffled:
         ctypes.memset(address, 255, nbytes)
 
     def new_event(self) -> int:
-        self._events.append([True])
-        return len(self._events)
+        self.events.append([True])
+        return len(self.events)
 
+    @_recordable
     def record(self, event: int, stream: int) -> None:
         token = [False]
-        self._events[event - 1] = token
+        self.events[event - 1] = token
         self.enqueue(stream, Op(lambda: token.__setitem__(0, True), name="record"))
 
+    @_recordable
     def wait_event(self, stream: int, event: int) -> None:
-        token = self._events[event - 1]
+        token = self.events[event - 1]
         self.enqueue(stream, Op(lambda: None, lambda: token[0], "wait event"))
 
     def is_done(self, event: int) -> bool:
-        return self._events[event - 1][0]
+        return self.events[event - 1][0]
 
     def enter_thread(self) -> None:
         pass
@@ -176,6 +220,9 @@ class Threaded:
             self._queues[stream].put(task)
         else:
             task()
+
+    def host_word(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32)
 
     def current_stream(self) -> int:
         return COMPUTE

@@ -52,7 +52,14 @@ def ring_pass(rank: Rank, hops: int, slots: int, seen: list[int], tag: int, made
 
     If what is sent is said to be made in the pass, it may also be.
     """
-    received = rank.transport.buffers("col", "inward", NBYTES, slots, CPU)
+    run_ring(rank, rank.transport.buffers("col", "inward", NBYTES, slots, CPU), hops, seen, tag, made)
+
+
+def run_ring(
+    rank: Rank, received: list[Tensor], hops: int, seen: list[int], tag: int, made: bool = False
+) -> None:
+    """The pass in the memory that it receives in."""
+    slots = len(received)
     own = torch.empty(NBYTES, dtype=torch.uint8)
     rank.compute(lambda: own.fill_(tag + rank.rank))
     current, held = own, None

@@ -197,6 +197,9 @@ RULES: dict[str, Callable[[Request], Refusal]] = {
 WITHOUT_LSE_GRADIENT = ("sdpa", "cudnn")
 """Kernels whose backward makes delta of do and out itself, and so has no place for the gradient of lse."""
 
+REPEATABLE = ("hopper", "triton", "triton-dash")
+"""Kernels of which calls with the same memory enqueue the same, so that a CUDA graph can stand for them."""
+
 ON_CUDA = ("hopper", "triton")
 """Where no kernel is named, the first of these that serves the request runs on a GPU."""
 

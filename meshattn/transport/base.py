@@ -8,9 +8,9 @@ counter.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,11 +52,35 @@ class TrafficRecord:
     received_bytes: int = 0
 
 
+Counts = Mapping[tuple[str, str, str], tuple[int, int, int]]
+"""Messages sent, bytes sent and bytes received, by phase, axis and flow."""
+
+
 class Traffic:
     """Counts what is really handed to the send and receive calls."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, str], list[int]] = {}
+
+    def counts(self) -> Counts:
+        """What has been counted."""
+        return {key: (messages, sent, received) for key, (messages, sent, received) in self._counts.items()}
+
+    def take_back(self, before: Counts) -> Counts:
+        """Count only what was counted ``before``; what came since."""
+        since = {}
+        for key, (messages, sent, received) in self._counts.items():
+            was = before.get(key, (0, 0, 0))
+            since[key] = messages - was[0], sent - was[1], received - was[2]
+        self._counts = {key: list(counts) for key, counts in before.items()}
+        return {key: counts for key, counts in since.items() if any(counts)}
+
+    def add(self, counts: Counts) -> None:
+        """Count the same once more."""
+        for key, added in counts.items():
+            known = self._counts.setdefault(key, [0, 0, 0])
+            for place, number in enumerate(added):
+                known[place] += number
 
     def count(self, message: Message, send: Sequence[Tensor] | None, recv: Sequence[Tensor] | None) -> None:
         if send is None and recv is None:
@@ -94,6 +118,14 @@ Exchange = tuple[Message, Sequence[Tensor] | None, Sequence[Tensor] | None]
 """A message, what is sent, and where it is received."""
 
 
+class Replay(Protocol):
+    """A graph that is about to be launched on the current stream."""
+
+    def enqueued(self) -> None:
+        """It has been: see that its exchanges end."""
+        ...
+
+
 class _All:
     """Several started exchanges."""
 
@@ -115,6 +147,10 @@ class Transport(ABC):
     name: str
     multiprocessors: int = 0
     """How many an exchange takes away from kernels on the same GPU while it runs."""
+    records: bool = False
+    """Whether its exchanges can go into a CUDA graph of the mesh."""
+    generation: int = 0
+    """Grows when memory moves that exchanges go to, so that recorded ones would miss it."""
 
     def __init__(self, traffic: Traffic | None = None) -> None:
         self.traffic = Traffic() if traffic is None else traffic
@@ -161,6 +197,19 @@ class Transport(ABC):
 
     def check(self) -> None:  # noqa: B027 (optional)
         """TransportError if an exchange is known to have failed. Does not wait for anything."""
+
+    def record(self, forget: Callable[[], None]) -> None:
+        """The exchanges that follow, up to `recorded`, go into a CUDA graph; ``forget`` drops it and all
+        others."""
+        raise NotImplementedError
+
+    def recorded(self) -> Any:
+        """What `replay` needs of the exchanges since `record`."""
+        raise NotImplementedError
+
+    def replay(self, recorded: Any) -> Replay:
+        """Called before a graph with these exchanges is launched on the current stream."""
+        raise NotImplementedError
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Sequence[Tensor]:

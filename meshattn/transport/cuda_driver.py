@@ -44,6 +44,10 @@ class StreamOps(Protocol):
 
     comm_stream: int
 
+    def host_word(self) -> torch.Tensor:
+        """A 32 bit word of 0 in memory of the host that streams can write."""
+        ...
+
     def current_stream(self) -> int: ...
     def capturing(self) -> bool: ...
     def write(self, stream: int, address: int, value: int) -> None: ...
@@ -114,6 +118,9 @@ class CudaStreamOps:
 
     def _failed(self, call: str, status: int) -> CudaDriverError:
         return _error(self._functions, call, status)
+
+    def host_word(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
     def current_stream(self) -> int:
         return int(self._current(self._device.index))

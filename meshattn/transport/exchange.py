@@ -17,6 +17,7 @@ from torch import Tensor
 from meshattn.packing import Packed, Packing
 from meshattn.transport.base import Message
 from meshattn.transport.cuda_driver import StreamOps
+from meshattn.transport.ends import End, Fill, Receiving, RecordedEnd, Replaying, Sending
 from meshattn.transport.slots import SlotLayout
 from meshattn.transport.watch import Watch
 
@@ -101,12 +102,55 @@ class CopyEngine:
         self.names = tuple(names)
         self.watch = Watch(timeout, ops.enter_thread, _end_process)
         self._free_events: list[int] = []
+        self._recorded: list[RecordedEnd] | None = None  # while exchanges go into a graph of the mesh
+        self._progress = ops.host_word()  # how many ends of the graph that runs are over
 
     def event(self) -> int:
         return self._free_events.pop() if self._free_events else self.ops.new_event()
 
     def recycle(self, *events: int) -> None:
         self._free_events.extend(events)
+
+    def record(self) -> None:
+        """What is begun from now on goes into a graph."""
+        self._recorded = []
+
+    def recorded(self) -> tuple[RecordedEnd, ...]:
+        """Both halves of all exchanges since `record`, in the order in which they end."""
+        assert self._recorded is not None
+        ends, self._recorded = tuple(self._recorded), None
+        return ends
+
+    def tell_progress(self) -> None:
+        """The communication stream has come as far as the ends that are recorded, if any."""
+        if self._recorded is not None:
+            self.ops.write(self.ops.comm_stream, self._progress.data_ptr(), len(self._recorded))
+
+    def watched(self, end: End, *events: int) -> None:
+        """See that it ends, now or whenever the graph runs that it goes into. The events are its own."""
+        if self._recorded is not None:
+            self._recorded.append(RecordedEnd(end.failure, end.fills, end.word))
+            self.tell_progress()
+        elif not self.ops.capturing():
+            return self.watch.add(end)
+        self.recycle(*events)
+
+    def replay(self, ends: Sequence[RecordedEnd]) -> Replaying:
+        """Called before a graph with these ends is launched on the current stream."""
+        self.watch.check()
+        return Replaying(self, ends)
+
+    def ended(self) -> int:
+        """How many ends of the graph that runs are over."""
+        return int(self._progress[0])
+
+    def let_go(self, fills: Sequence[Fill], word: int | None) -> None:
+        """End what waits for a word: NaN in place of what it stands for, so that nobody computes on with
+        wrong numbers unseen."""
+        for address, nbytes in fills:
+            self.ops.rescue_fill(address, nbytes)
+        if word is not None:
+            self.ops.rescue_word(word, 1)
 
     def finish(self) -> bool:
         """Wait for all that this rank has started; False if an exchange has failed."""
@@ -141,7 +185,6 @@ class Exchange:
         assert sum(nbytes for _, nbytes in self.sources) <= arena.layout.slot_bytes, message.label
         self.recv = recv
         self._arena = arena
-        self._live = not engine.ops.capturing()  # a captured exchange runs later, and often
         self._sent: int | None = None
         place = arena.places.get(message)
         if place is None:
@@ -159,6 +202,7 @@ class Exchange:
             begun = engine.event()
             ops.record(begun, ops.current_stream())
             ops.wait_event(comm, begun)
+            engine.tell_progress()  # also that none is over yet
         if self.recv is not None:
             freed = self._arena.freed.pop(self.message.slot, None)
             if freed is not None:
@@ -175,10 +219,8 @@ class Exchange:
             ops.write(comm, place.ready_there, 1)
             self._sent = engine.event()
             ops.record(self._sent, comm)
-            if self._live:
-                engine.watch.add(_Sending(self, self._sent, begun))
-                return
-        if begun is not None:
+            engine.watched(Sending(self, self._sent, begun), *(() if begun is None else (begun,)))
+        elif begun is not None:
             engine.recycle(begun)
 
     def wait(self) -> None:
@@ -194,10 +236,7 @@ class Exchange:
             return
         ops.wait_event(ops.current_stream(), events[-1])
         self.send = None
-        if self._live:
-            engine.watch.add(_Receiving(self, events[-1], *events[:-1]))
-        else:
-            engine.recycle(*events)
+        engine.watched(Receiving(self, events[-1], *events[:-1]), *events)
 
     def release(self) -> None:
         self._arena.open.remove(self.message.slot)
@@ -205,63 +244,3 @@ class Exchange:
             ops, freed = self.engine.ops, self.engine.event()
             ops.record(freed, ops.current_stream())
             self._arena.freed[self.message.slot] = freed
-
-
-class _End:
-    """What the watch looks at: an event behind one half of an exchange, and others that end no later."""
-
-    def __init__(self, exchange: Exchange, done: int, *others: int | None) -> None:
-        self._exchange = exchange
-        self._done = done
-        self._others = [event for event in others if event is not None]
-
-    def has_begun(self) -> bool:
-        """The communication stream comes to it when all that was added before it is done."""
-        return True
-
-    def is_done(self) -> bool:
-        return self._exchange.engine.ops.is_done(self._done)
-
-    def recycle(self) -> None:
-        self._exchange.engine.recycle(*self._others)
-
-
-class _Sending(_End):
-    """The other event, if any, is what it waits for on this rank. The one behind it is still waited for, and
-    recycled by the other end."""
-
-    @property
-    def failure(self) -> str:
-        message = self._exchange.message
-        return f"{message.label}: rank {self._exchange.engine.names[message.to]} did not take it"
-
-    def has_begun(self) -> bool:
-        return all(map(self._exchange.engine.ops.is_done, self._others))
-
-    def let_go(self) -> None:
-        """Push without leave of the receiver: NaN, so that nobody computes on with wrong numbers unseen."""
-        exchange = self._exchange
-        for source, nbytes in exchange.sources:
-            exchange.engine.ops.rescue_fill(source, nbytes)
-        exchange.engine.ops.rescue_word(exchange.place.granted, 1)
-
-
-class _Receiving(_End):
-    """The other event, if any, is the one behind the sending half."""
-
-    @property
-    def failure(self) -> str:
-        message = self._exchange.message
-        return f"{message.label}: nothing from rank {self._exchange.engine.names[message.source]}"
-
-    def let_go(self) -> None:
-        """Go on without the bytes: NaN takes their place."""
-        exchange = self._exchange
-        if exchange.recv is not None:
-            for part in exchange.recv:
-                exchange.engine.ops.rescue_fill(part.data_ptr(), part.nbytes)
-            exchange.engine.ops.rescue_word(exchange.place.ready, 1)
-
-    def recycle(self) -> None:
-        super().recycle()
-        self._exchange.engine.recycle(self._done)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -41,16 +41,46 @@ class NcclGroup:
         self._watch = Watch(timeout, lambda: enter_watching_thread(device))
         self._aborted = False
         self._started = False
-        self.captured = False  # CUDA graphs know the communicator
+        self.captured = False  # CUDA graphs of the user's know the communicator
+        self._forget: Callable[[], None] | None = None  # drops the graphs of the mesh
+        self._recorded: list[Callable[[], str]] | None = None  # exchanges, while they go into one
+
+    def record(self, forget: Callable[[], None]) -> None:
+        """Exchanges that follow go into a graph of the mesh, which ``forget`` drops with all others."""
+        self._forget, self._recorded = forget, []
+
+    def recorded(self) -> Sequence[Callable[[], str]]:
+        """What to say of each of them if it does not end."""
+        assert self._recorded is not None
+        recorded, self._recorded = self._recorded, None
+        return recorded
+
+    def replay(self, recorded: Sequence[Callable[[], str]]) -> Replaying:
+        """Called before a graph with these exchanges is launched on the current stream."""
+        self._watch.check()
+        begun = self._recorded_event()
+
+        def where() -> str:
+            more = len(recorded) - 1
+            return recorded[0]() + (f", or one of the {more} behind it in this pass" if more else "")
+
+        return Replaying(lambda: self.follow(where, begun))
 
     def begin(self) -> torch.cuda.Event | None:
         """Called before the sends and receives of an exchange."""
         self._watch.check()
         self._started = True
+        if self._recorded is not None:
+            return None
         if torch.cuda.is_current_stream_capturing():
             self.captured = True
             return None  # a captured exchange runs later, and often
         return self._recorded_event()
+
+    def note(self, where: Callable[[], str]) -> None:
+        """An exchange has been started."""
+        if self._recorded is not None:
+            self._recorded.append(where)
 
     def follow(self, where: Callable[[], str], begun: torch.cuda.Event) -> None:
         """Called when the current stream waits for them: see that they end. Their buffers are not kept."""
@@ -67,6 +97,8 @@ class NcclGroup:
     def _abort(self) -> None:
         if not self._aborted:
             self._aborted = True
+            if self._forget is not None:
+                self._forget()  # NCCL waits for the end of graphs that know it
             self._backend.abort()
 
     def give_head_start(self) -> None:
@@ -98,6 +130,13 @@ def unrecorded(buffer: Tensor) -> Tensor:
     plain: Any = dlpack
     same: Tensor = plain.from_dlpack(plain.to_dlpack(buffer))
     return same
+
+
+@dataclass(frozen=True)
+class Replaying:
+    """A graph that is about to be launched."""
+
+    enqueued: Callable[[], None]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshattn.transport.base import Exchange, Message, Transport, TransportError
+from meshattn.transport.base import Exchange, Message, Replay, Transport, TransportError
 from meshattn.transport.nccl import NcclGroup, unrecorded
 from meshattn.transport.patience import within
 
@@ -89,6 +89,7 @@ class P2PTransport(Transport):
         self.group = group
         if self.uses_nccl:
             self.multiprocessors = NcclGroup.MULTIPROCESSORS
+            self.records = True
         self._members = tuple(members)
         self._names = tuple(names)
         self._exchanges = 0
@@ -111,6 +112,8 @@ class P2PTransport(Transport):
             works = self._batch(halves) if halves else []
         except RuntimeError as error:
             raise _failed(where(), str(error)) from error
+        if nccl is not None and works:
+            nccl.note(where)
         if nccl is None or begun is None or not works:
             return _P2PHandle(works, buffers, where, self._under_way)
         return _P2PHandle(works, buffers, where, self._under_way, partial(nccl.follow, where, begun))
@@ -162,6 +165,20 @@ class P2PTransport(Transport):
     def compute_follows(self) -> None:
         if self._nccl is not None:
             self._nccl.give_head_start()
+
+    def record(self, forget: Callable[[], None]) -> None:
+        self._used_nccl.record(forget)
+
+    def recorded(self) -> Any:
+        return self._used_nccl.recorded()
+
+    def replay(self, recorded: Any) -> Replay:
+        return self._used_nccl.replay(recorded)
+
+    @property
+    def _used_nccl(self) -> NcclGroup:
+        assert self._nccl is not None, "only what has moved before is recorded"
+        return self._nccl
 
     def check(self) -> None:
         if self._nccl is not None:

@@ -10,13 +10,15 @@ it in the list of steps, or for the grant of the same exchange, which every rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshattn.packing import Packed, Packing
-from meshattn.transport.base import Message, Traffic, Transport, TransportError
+from meshattn.transport.base import Message, Replay, Traffic, Transport, TransportError
+from meshattn.transport.ends import RecordedEnd
 from meshattn.transport.exchange import Arena, CopyEngine, Exchange
 from meshattn.transport.slots import SlotLayout
 
@@ -33,6 +35,7 @@ class SymmetricTransport(Transport):
     """
 
     name = "symmetric"
+    records = True
 
     def __init__(self, engine: CopyEngine, whole: Transport, traffic: Traffic) -> None:
         super().__init__(traffic)
@@ -97,6 +100,7 @@ class SymmetricTransport(Transport):
             if old.captured:
                 self._outgrown.append(old)
             del self._arenas[axis, flow], old  # before the new one is made
+        self.generation += 1
         try:
             region = self._engine.allocate(layout.nbytes)
         except RuntimeError as error:
@@ -129,6 +133,15 @@ class SymmetricTransport(Transport):
             exchange.begin(behind_current=message.made or self._begins)
             self._begins = False
         return exchange
+
+    def record(self, forget: Callable[[], None]) -> None:
+        self._engine.record()
+
+    def recorded(self) -> tuple[RecordedEnd, ...]:
+        return self._engine.recorded()
+
+    def replay(self, recorded: Any) -> Replay:
+        return self._engine.replay(recorded)
 
     def check(self) -> None:
         self._engine.watch.check()

@@ -71,13 +71,15 @@ def killed(options: argparse.Namespace) -> None:
     q, k, v = (torch.randn(1, 256, 4, 64, device="cuda", requires_grad=True) for _ in range(3))
 
     def attend() -> Tensor:
-        out = ma.mesh_attention(q, k, v, seq, kernel="reference")
+        out = ma.mesh_attention(q, k, v, seq, kernel=options.kernel)
         assert isinstance(out, Tensor)
         out.sum().backward()
         return out
 
-    for _ in range(3):
+    for _ in range(8):
         attend()
+    recorder = mesh.recorder(q.device)
+    assert recorder is not None and (recorder.recordings > 0) == (options.kernel != "reference")
     torch.cuda.synchronize()
     dist.barrier()
     if dist.get_rank() == ranks - 1:
@@ -124,9 +126,10 @@ def beside(options: argparse.Namespace) -> None:
             fully_shard(layer)
         steps = torch.optim.SGD([w for layer in layers for w in layer.parameters()], lr=1e-3)
         lengths = random.Random(1)
+        sequences = [mesh.sequence(length) for length in (700, 1031, 2000, 4096, 9001)]
         mine = []
         for number in range(options.steps):
-            seq = mesh.sequence(lengths.choice((700, 1031, 2000, 4096, 9001)))
+            seq = lengths.choice(sequences)
             generator = torch.Generator(device="cuda").manual_seed(1000 * number + mesh.rank)
             x = torch.randn(1, seq.rows, 512, device="cuda", generator=generator).bfloat16()
             for layer in layers:
@@ -137,6 +140,8 @@ def beside(options: argparse.Namespace) -> None:
             steps.zero_grad()
             mine.append(loss.detach())
         losses.append(torch.stack(mine))
+        recorder = mesh.recorder(x.device)
+        assert recorder is not None and recorder.recordings > 0
         assert losses[-1].isfinite().all()
         mesh.check()
         mesh.close()

@@ -99,6 +99,48 @@ def graph(options: argparse.Namespace) -> None:
             mesh.close()
 
 
+def recorded(options: argparse.Namespace) -> None:
+    """Passes that recur are recorded, and have the bits and the traffic of those that are not: with other
+    numbers, on other streams, beside a graph of the user's, and after receive memory has grown."""
+    for tile, transport in itertools.product(tiles(dist.get_world_size()), transports(options)):
+        known = {"tile": tile, "transport": transport, "timeout": options.timeout}
+        mesh, other = (ma.init_attention_mesh(**known, cuda_graphs=yes) for yes in (True, False))
+        passes, plain, larger = _Passes(mesh, 519), _Passes(other, 519), _Passes(mesh, 1100)
+        streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+        recorder = mesh.recorder(torch.device("cuda", torch.cuda.current_device()))
+        assert recorder is not None and other.recorder(passes.q.device) is None
+        counts = []
+        for number in range(24):
+            passes.draw(number)
+            plain.draw(number)
+            stream = streams[number // 8 % 2]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                mine, theirs = passes.eager(), plain.eager()
+            torch.cuda.current_stream().wait_stream(stream)
+            assert _equal(mine, theirs), f"{tile} {transport}, call {number}: other bits"
+            if number == 11:
+                larger.eager()
+            counts.append(recorder.recordings)
+        assert 2 <= counts[7] < counts[-1] <= 12, f"recordings: {counts}"
+        for each in (mesh, other):
+            each.reset_traffic()
+        for each in (passes, plain):
+            each.eager()
+        assert mesh.traffic() == other.traffic(), "replays count otherwise"
+        passes.capture()
+        for number in range(4):
+            passes.draw(50 + number)
+            assert _equal(passes.replay(), passes.eager()), "other bits than a graph of the user's"
+        say(f"{tile} {transport}: {counts[-1]} recordings")
+        torch.cuda.synchronize()
+        dist.barrier()
+        mesh.check()
+        passes.forget()
+        mesh.close()
+        other.close()
+
+
 def repeat(options: argparse.Namespace) -> None:
     """20 runs on each transport, eager and captured, beside other work on the GPU: the same bits always."""
     ranks = dist.get_world_size()
@@ -133,7 +175,7 @@ def memory(options: argparse.Namespace) -> None:
         mesh = ma.init_attention_mesh(tile=tile, transport=transport, timeout=options.timeout)
         passes = _Passes(mesh, 4096, heads=16)
         shape = CallShape(1, 4096, 16, 16, 64, 64, itemsize=2, reduce_itemsize=4, acc_itemsize=4, causal=True)
-        for _ in range(3):
+        for _ in range(8):  # also those that are recorded
             passes.eager()
         torch.cuda.synchronize()
         held, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()

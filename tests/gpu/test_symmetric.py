@@ -20,23 +20,37 @@ PROGRAM = Path(__file__).with_name("transport_ranks.py")
 SHARED = {SHARED_GPU: "1"}
 SECONDS = 4.0  # timeout of the ranks of which one dies
 KILLED = ["killed", "--timeout", str(SECONDS)]
+RECORDED = ["--kernel", "triton"]
+P2P = ["--transport", "p2p", "--nccl"]
 FSDP = ["beside", "--nccl"]
+
+
+def queues(number: int) -> dict[str, str]:
+    """Hardware queues of a GPU."""
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": str(number)}
+
+
 ONE_GPU = (
-    Launch("P4-shared", ["race", "engine", "graph"], 4, 1, env=SHARED),
+    Launch("P4-shared", ["race", "engine", "graph", "recorded"], 4, 1, env=SHARED),
     Launch("P3-shared-killed", KILLED, 3, 1, env=SHARED),
-    Launch("P2-shared", ["engine", "graph", "memory", "--nccl"], 2, 1, env=SHARED),
-    Launch("P3-shared-killed-p2p", [*KILLED, "--transport", "p2p", "--nccl"], 3, 1, env=SHARED),
+    Launch("P3-shared-killed-recorded", [*KILLED, *RECORDED], 3, 1, env=SHARED),
+    Launch("P2-shared", ["engine", "graph", "recorded", "memory", "--nccl"], 2, 1, env=SHARED),
+    Launch("P3-shared-killed-p2p", [*KILLED, *P2P], 3, 1, env=SHARED),
     Launch("P16-shared", ["race"], 16, 1, timeout=300.0, env=SHARED),
     Launch("P8-shared", ["race"], 8, 1, timeout=300.0, env=SHARED),
 )
 TWO_GPUS = (
-    Launch("P2", ["race", "engine", "graph", "repeat", "memory", "--nccl"], 2, 2),
+    Launch("P2", ["race", "engine", "graph", "recorded", "repeat", "memory", "--nccl"], 2, 2),
     Launch("P2-killed-symmetric", KILLED, 2, 2),
-    Launch("P2-killed-p2p", [*KILLED, "--transport", "p2p", "--nccl"], 2, 2),
+    Launch("P2-killed-recorded", [*KILLED, *RECORDED], 2, 2),
+    Launch("P2-killed-p2p", [*KILLED, *P2P], 2, 2),
+    Launch("P2-killed-recorded-p2p", [*KILLED, *RECORDED, *P2P], 2, 2),
     Launch("P2-training", FSDP, 2, 2),
     Launch("P2-8-queues", ["engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}),
     Launch("P2-32-queues", ["engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "32"}),
-    Launch("P2-1-queue", ["race", "engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    Launch(
+        "P2-1-queue", ["race", "engine", "recorded", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    ),
     Launch("P2-killed-1-queue", KILLED, 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     Launch("P6-shared", ["race", "engine"], 6, 2, env=SHARED),
 )
@@ -44,6 +58,7 @@ CHECKS = {
     "race": "no wrong byte under random delays, and some without grants",
     "engine": "every tile equals the oracle and repeats its bits, the same on each transport",
     "graph": "a captured pass gives the bits of an eager one, graphs of each transport in turns",
+    "recorded": "passes that recur are recorded, with the bits and traffic of those that are not",
     "repeat": "the same bits on every run under load, on each transport, eager and captured",
     "memory": "memory is that of the formula, and none is taken by steady calls",
     "beside": "500 steps under fully_shard, with changing lengths, have the same losses on each transport",
@@ -97,9 +112,12 @@ def test_check(launch: str, check: str, launches: Launches) -> None:
     "launch",
     [
         pytest.param("P3-shared-killed", marks=one_gpu),
+        pytest.param("P3-shared-killed-recorded", marks=one_gpu),
         pytest.param("P3-shared-killed-p2p", marks=one_gpu),
         pytest.param("P2-killed-symmetric", marks=two_gpus),
+        pytest.param("P2-killed-recorded", marks=two_gpus),
         pytest.param("P2-killed-p2p", marks=two_gpus),
+        pytest.param("P2-killed-recorded-p2p", marks=two_gpus),
     ],
 )
 def test_a_killed_rank_makes_the_others_raise_in_time(launch: str, launches: Launches) -> None:

@@ -1,7 +1,7 @@
 """One rank of the tests of transports on GPUs: some checks, one after the other. A failed one ends it with an
 error.
 
-transport_ranks.py race engine graph repeat memory beside killed  [--transport T] [--nccl]
+transport_ranks.py CHECK .. [--transport T] [--kernel K] [--nccl]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from gpu.engine_checks import beside, engine, killed
-from gpu.pass_checks import graph, memory, repeat
+from gpu.pass_checks import graph, memory, recorded, repeat
 from gpu.race_checks import race
 from gpu.rank_talk import say
 
@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("checks", nargs="+", choices=CHECKS)
     parser.add_argument("--transport", default="symmetric", help="of killed")
+    parser.add_argument("--kernel", default="reference", help="of killed; passes of triton are recorded")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--steps", type=int, default=500, help="of training")
@@ -50,6 +51,7 @@ CHECKS = {
     "engine": engine,
     "killed": killed,
     "graph": graph,
+    "recorded": recorded,
     "repeat": repeat,
     "memory": memory,
     "beside": beside,

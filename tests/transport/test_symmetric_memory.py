@@ -82,7 +82,7 @@ def test_events_are_used_again() -> None:
             ring_pass(member, 2, 2, [], number)
         assert world.run()
         time.sleep(0.4)  # the watch takes them back
-        made.append(len(members[0].ops._events))
+        made.append(len(members[0].ops.events))
     assert made[3] == made[1] <= made[0] + 4
 
 

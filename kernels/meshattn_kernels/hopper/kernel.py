@@ -37,6 +37,7 @@ from meshattn_kernels.hopper.plans import (
     number_of,
 )
 from meshattn_kernels.intervals import BandIntervals, Intervals
+from meshattn_kernels.keeping import keep
 
 _forwards: Kept[tuple[ForwardPlan, Kept[Launch]]] = Kept()
 _backwards: Kept[tuple[BackwardPlan, Kept[Launch]]] = Kept()
@@ -123,6 +124,7 @@ class HopperKernel:
                 return clear_accumulator(acc) if first else None
             known = _forwards.put(key, (plan, Kept()))
         plan, launches = known
+        keep(plan)
         with on_device(q.device):
             scratch = torch.empty(plan.scratch_size, dtype=torch.float32, device=q.device)
             launch = launches.get(scratch.data_ptr())
@@ -175,6 +177,7 @@ class HopperKernel:
                 return None
             known = _backwards.put(key, (plan, Kept()))
         plan, launches = known
+        keep(plan)
         with on_device(q.device):
             scratch = torch.empty(plan.scratch_size, dtype=torch.float32, device=q.device)
             if first_dq and (plan.some_unseen or not self.deterministic):

@@ -23,6 +23,7 @@ from meshattn_kernels.contract import (
 from meshattn_kernels.dash import ScheduleTable, build_table, choose_schedule
 from meshattn_kernels.dropout import Dropout
 from meshattn_kernels.intervals import BandIntervals, Intervals
+from meshattn_kernels.keeping import keep
 from meshattn_kernels.portable.backward_dash import clear_rows_kernel, dash_kernel
 from meshattn_kernels.portable.backward_two_loop import dkdv_kernel, dq_kernel
 from meshattn_kernels.portable.flat import add_parts, exponents, row_words, scaled
@@ -248,6 +249,7 @@ class TritonDashKernel(_Portable):
         _, keys, kv_heads, _ = block.v.shape
         tiles = tiles_for("dash", q, block.v)
         table = self._table(q, block.k, block.intervals, tiles).to(q.device)
+        keep(table)
         counters = torch.zeros(
             batch * (heads * table.query_tiles + kv_heads * table.kv_tiles),
             dtype=torch.int32,

@@ -21,6 +21,7 @@ from torch import Tensor
 from meshattn_kernels import device as gpu
 from meshattn_kernels.dispatch import choose_kernel
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
+from meshattn_kernels.keeping import keep
 from meshattn_kernels.rules import MAX_HEAD_DIM, Capability
 
 Pass = Literal["forward", "dkdv", "dq", "dash"]
@@ -247,6 +248,7 @@ def row_bounds(intervals: Intervals, unused: Tensor) -> RowBounds:
     copies = _bounds_on_device.setdefault(intervals, {})
     if device not in copies:
         copies[device] = (intervals.start.to(device), intervals.end.to(device))
+    keep(copies[device])
     return RowBounds(False, *copies[device], (0, 0))
 
 

@@ -1,0 +1,202 @@
+"""Passes that recur on the same memory run as CUDA graphs: one launch in place of some dozens.
+
+A short pass takes less time on the GPU than Python takes to enqueue it. In training the allocator gives the
+tensors of a layer the same memory in every step, so what its passes enqueue recurs, and is recorded the third
+time. A graph knows addresses alone: it serves whatever tensors lie there now. Everything that a pass is given
+or fills is found again by its key; what a kernel needs beside that is scratch in a pool of the recorder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from meshattn.transport.base import Counts, Traffic, Transport, TransportError
+from meshattn_kernels.keeping import keeping
+
+if TYPE_CHECKING:
+    from meshattn.program import Program
+
+_EAGER_RUNS = 2  # of what recurs, before it is recorded: by then all its kernels are compiled
+_KEPT = 1024  # passes that are known at a time; a model has one or two a layer
+
+
+class Work(Protocol):
+    """The tensors of one pass."""
+
+    def memory(self) -> Hashable:
+        """Where all that it is given and fills lies."""
+        ...
+
+    def outcome(self) -> Any:
+        """What executing the list has left to the host to know."""
+        ...
+
+    def resume(self, outcome: Any) -> None:
+        """Go on as if the list had been executed."""
+        ...
+
+
+class Graph(Protocol):
+    """Operations that can be launched again and again."""
+
+    def replay(self) -> None:
+        """Run them on the current stream."""
+        ...
+
+
+class Streams(Protocol):
+    """What a recorder needs of a device."""
+
+    def capturing(self) -> bool:
+        """Whether what is enqueued now goes into a graph of somebody else."""
+        ...
+
+    def current(self) -> int: ...
+
+    def wait(self, stream: int) -> None:
+        """The current stream comes after all that is on another."""
+        ...
+
+    def recorded(self, execute: Callable[[], None]) -> Graph:
+        """What `execute` enqueues, as a graph; nothing of it runs."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Recording:
+    graph: Graph
+    exchanges: tuple[tuple[Transport, Any], ...]  # what each transport keeps of them
+    counts: Counts  # of what they move
+    outcome: Any
+    kept: list[object]  # tables that kernels read
+
+
+@dataclass
+class _Known:
+    program: Program  # which keeps its id from being given to another
+    runs: int = 0
+    recording: _Recording | None = None
+
+
+class Recorder:
+    """The recordings of one mesh on one device.
+
+    Args:
+        traffic: what the transports of the mesh count.
+        streams: of the device.
+    """
+
+    def __init__(self, traffic: Traffic, streams: Streams) -> None:
+        self._traffic = traffic
+        self._streams = streams
+        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
+        self._last: int | None = None  # stream of the last replay
+
+    @property
+    def recordings(self) -> int:
+        """How many passes are recorded."""
+        return sum(known.recording is not None for known in self._known.values())
+
+    def run(self, program: Program, work: Work, execute: Callable[[], None]) -> None:
+        """Execute a pass, or do again what it did on the same memory."""
+        if self._streams.capturing():  # it goes into a graph of the user's
+            return execute()
+        transports = program.moving
+        known = self._entry((id(program), work.memory(), *[x.generation for x in transports]), program)
+        if known.recording is None:
+            if known.runs < _EAGER_RUNS:
+                known.runs += 1
+                return execute()
+            known.recording = self._record(transports, work, execute)
+        recording = known.recording
+        self._come_after_others()
+        replays = [transport.replay(exchanges) for transport, exchanges in recording.exchanges]
+        recording.graph.replay()
+        for replay in replays:
+            replay.enqueued()
+        self._traffic.add(recording.counts)
+        work.resume(recording.outcome)
+
+    def _entry(self, key: Hashable, program: Program) -> _Known:
+        table = self._known  # the watch over NCCL may take it away meanwhile
+        known = table.get(key)
+        if known is None:
+            known = table[key] = _Known(program)
+            if len(table) > _KEPT:
+                table.popitem(last=False)
+        else:
+            table.move_to_end(key)
+        return known
+
+    def _come_after_others(self) -> None:
+        """All graphs use the same scratch, and belong on one stream."""
+        stream = self._streams.current()
+        if self._last not in (None, stream):
+            self._streams.wait(self._last)
+        self._last = stream
+
+    def _record(
+        self, transports: tuple[Transport, ...], work: Work, execute: Callable[[], None]
+    ) -> _Recording:
+        before = self._traffic.counts()
+        for transport in transports:
+            transport.record(self.clear)
+        try:
+            with keeping() as kept:
+                graph = self._streams.recorded(execute)
+        except RuntimeError as error:
+            if isinstance(error, (TransportError, torch.OutOfMemoryError)):
+                raise
+            raise RuntimeError(
+                f"a pass could not be recorded as a CUDA graph ({error}): build the mesh with "
+                "cuda_graphs=False"
+            ) from error
+        exchanges = tuple((transport, transport.recorded()) for transport in transports)
+        return _Recording(graph, exchanges, self._traffic.take_back(before), work.outcome(), kept)
+
+    def clear(self) -> None:
+        """Forget all, before what they use is given back. NCCL waits for the end of graphs that know it."""
+        self._known = OrderedDict()
+
+
+class CudaStreams:
+    """`Streams` of a CUDA device, which is the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._beside: Any = None
+        self._pool: Any = None
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def current(self) -> int:
+        return int(torch._C._cuda_getCurrentRawStream(self._device.index))
+
+    def wait(self, stream: int) -> None:
+        other: Any = torch.cuda.ExternalStream
+        torch.cuda.current_stream(self._device).wait_stream(other(stream, self._device))
+
+    def recorded(self, execute: Callable[[], None]) -> Graph:
+        if self._beside is None:
+            stream: Any = torch.cuda.Stream
+            self._beside = stream(self._device)
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._beside):
+            # Other threads may do to the device what they like meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                execute()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it only says that the capture is broken
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph

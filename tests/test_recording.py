@@ -1,0 +1,199 @@
+"""Passes that recur are recorded and played; all others run as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+
+from meshattn.program import Program
+from meshattn.recording import Recorder
+from meshattn.transport.base import Message, Traffic, Transport
+from meshattn_kernels.keeping import keep
+
+BYTES = torch.zeros(24, dtype=torch.uint8)
+SENT = Message("forward", "col", "inward", "forward step 0/1, kv #1", 1, 1)
+
+
+@dataclass
+class _Streams:
+    """Says what it is asked for."""
+
+    stream: int = 1
+    in_capture: bool = False
+    recordings: int = 0
+    replays: int = 0
+    waited: list[tuple[int, int]] = field(default_factory=list)
+
+    def capturing(self) -> bool:
+        return self.in_capture
+
+    def current(self) -> int:
+        return self.stream
+
+    def wait(self, stream: int) -> None:
+        self.waited.append((self.stream, stream))
+
+    def recorded(self, execute: Callable[[], None]) -> _Streams:
+        self.recordings += 1
+        execute()
+        return self
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+class _Transport:
+    """Counts a message for each pass that is executed."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self.generation = 0
+        self.said: list[str] = []
+
+    def record(self, forget: Callable[[], None]) -> None:
+        self.forget = forget
+        self.said.append("record")
+
+    def recorded(self) -> str:
+        return "exchanges"
+
+    def replay(self, recorded: Any) -> _Transport:
+        self.said.append(f"replay {recorded}")
+        return self
+
+    def enqueued(self) -> None:
+        self.said.append("enqueued")
+
+
+@dataclass
+class _Work:
+    """A pass that counts how often it is executed, and what it makes of that."""
+
+    place: int
+    executed: int = 0
+    result: object = None
+
+    def memory(self) -> Hashable:
+        return self.place
+
+    def outcome(self) -> object:
+        return self.result
+
+    def resume(self, outcome: object) -> None:
+        self.result = outcome
+
+
+class _World:
+    def __init__(self) -> None:
+        self.streams, self.traffic = _Streams(), Traffic()
+        self.transport = _Transport(self.traffic)
+        self.recorder = Recorder(self.traffic, self.streams)
+        self.programs = [cast(Program, self._program()) for _ in range(2)]
+
+    def _program(self) -> object:
+        moving = (cast(Transport, self.transport),)
+        return type("_Program", (), {"moving": moving})()
+
+    def run(self, place: int = 5, program: int = 0) -> _Work:
+        work = _Work(place)
+
+        def execute() -> None:
+            self.traffic.count(SENT, [BYTES], None)
+            keep(("tables of", place))
+            work.executed += 1
+            work.result = ("made at", place)
+
+        self.recorder.run(self.programs[program], work, execute)
+        return work
+
+
+def test_the_third_time_is_recorded_and_then_only_played() -> None:
+    world = _World()
+    works = [world.run() for _ in range(7)]
+    assert [work.executed for work in works] == [1, 1, 1, 0, 0, 0, 0]
+    assert (world.streams.recordings, world.streams.replays) == (1, 5)
+    assert all(work.result == ("made at", 5) for work in works)
+
+
+def test_what_is_played_counts_as_what_is_executed() -> None:
+    """Also the pass that is recorded, whose exchanges take place when it is played."""
+    world, plain = _World(), Traffic()
+    for _ in range(7):
+        world.run()
+        plain.count(SENT, [BYTES], None)
+        assert world.traffic.records() == plain.records()
+    world.traffic.reset()
+    world.run()
+    assert world.traffic.records()[0].messages == 1
+
+
+def test_transports_see_every_replay_begin_and_end() -> None:
+    world = _World()
+    for _ in range(4):
+        world.run()
+    assert world.transport.said == ["record", *["replay exchanges", "enqueued"] * 2]
+
+
+@pytest.mark.parametrize("change", ["memory", "program", "generation"])
+def test_another_pass_is_not_taken_for_a_known_one(change: str) -> None:
+    world = _World()
+    for _ in range(4):
+        world.run()
+    world.transport.generation += change == "generation"
+    other = {"place": 6 if change == "memory" else 5, "program": int(change == "program")}
+    assert [world.run(**other).executed for _ in range(4)] == [1, 1, 1, 0]
+    if change != "generation":
+        assert world.run().executed == 0, "the first one is still known"
+
+
+def test_nothing_is_recorded_into_a_graph_of_the_users() -> None:
+    world = _World()
+    for _ in range(4):
+        world.run()
+    world.streams.in_capture = True
+    assert [world.run().executed for _ in range(4)] == [1] * 4
+    world.streams.in_capture = False
+    assert world.run().executed == 0
+
+
+def test_replays_on_another_stream_come_after_the_last() -> None:
+    world = _World()
+    for number in (1, 1, 1, 1, 2, 2, 3, 1):
+        world.streams.stream = number
+        world.run()
+    assert world.streams.waited == [(2, 1), (3, 2), (1, 3)]
+
+
+def test_passes_that_never_recur_are_forgotten() -> None:
+    world = _World()
+    for place in range(1500):
+        world.run(place)
+    assert len(world.recorder._known) <= 1024 and world.streams.recordings == 0
+    assert world.run(1499).executed == 1 and world.run(1499).executed == 1
+    assert world.streams.recordings == 1, "the newest are remembered"
+
+
+def test_a_recording_keeps_the_tables_of_its_kernels_until_it_is_forgotten() -> None:
+    world = _World()
+    for _ in range(4):
+        world.run()
+    (known,) = world.recorder._known.values()
+    assert known.recording is not None and known.recording.kept == [("tables of", 5)]
+    world.transport.forget()
+    assert not world.recorder._known and world.run().executed == 1
+
+
+def test_a_failed_recording_names_the_way_out() -> None:
+    world = _World()
+
+    def broken(execute: Callable[[], None]) -> _Streams:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    world.streams.recorded = broken  # type: ignore[method-assign]
+    world.run(), world.run()
+    with pytest.raises(RuntimeError, match=r"not permitted .* cuda_graphs=False"):
+        world.run()

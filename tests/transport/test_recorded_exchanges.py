@@ -1,0 +1,81 @@
+"""Exchanges of the copy-engine transport in graphs of the mesh: any order of execution, and peers that are
+gone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fake_streams import SharedMemory, Tape, World
+from shuffled_ranks import CPU, NBYTES, Rank, ring_pass, run_ring
+from waiting import eventually
+
+TIMEOUT = 0.2
+
+
+def _graph(member: Rank, hops: int, slots: int, seen: list[int], tag: int) -> tuple[Tape, object]:
+    """A ring pass as a graph, and what the transport keeps of its exchanges."""
+    received = member.transport.buffers("col", "inward", NBYTES, slots, CPU)
+    member.transport.record(lambda: None)
+    tape = member.ops.record_tape(lambda: run_ring(member, received, hops, seen, tag))
+    return tape, member.transport.recorded()
+
+
+def _replay(member: Rank, graph: tuple[Tape, object], slots: int) -> None:
+    member.transport.buffers("col", "inward", NBYTES, slots, CPU)
+    replay = member.transport.replay(graph[1])
+    graph[0].replay()
+    replay.enqueued()
+
+
+@pytest.mark.parametrize("one_queue", [False, True], ids=["queues", "one-queue"])
+@pytest.mark.parametrize("ranks, slots", [(2, 2), (3, 2), (5, 3)], ids=["P2", "P3", "P5"])
+def test_replays_and_eager_passes_in_turns(ranks: int, slots: int, one_queue: bool) -> None:
+    """Each rank for itself: what is enqueued is the same. The chunks are those of every single pass."""
+    for seed in range(10):
+        world, memory = World(seed), SharedMemory(ranks)
+        members = [Rank(world, memory, r, ranks, one_queue=one_queue) for r in range(ranks)]
+        seen: list[list[int]] = [[] for _ in members]
+        graphs = [_graph(member, ranks + 1, slots, seen[member.rank], 50) for member in members]
+        assert not any(seen), "recording runs nothing"
+        for number in range(6):
+            for member in members:
+                if (number + member.rank + seed) % 3:
+                    _replay(member, graphs[member.rank], slots)
+                else:
+                    ring_pass(member, ranks + 1, slots, seen[member.rank], 50)
+        assert world.run(), f"standstill with seed {seed}"
+        for member in members:
+            once = [50 + (member.rank + hop) % ranks for hop in range(ranks + 2)]
+            assert seen[member.rank] == once * 6, f"seed {seed}"
+            assert member.engine.ended() in (0, 2 * (ranks + 1))
+
+
+@pytest.mark.parametrize("done", [0, 1, 2], ids="after-{}".format)
+def test_a_replay_that_stands_still_names_the_exchange(done: int) -> None:
+    """Rank 1 takes part in some passes and in the first exchanges of one more, and is gone."""
+    world, memory = World(7), SharedMemory(2)
+    members = [Rank(world, memory, r, 2, timeout=TIMEOUT) for r in range(2)]
+    seen: list[list[int]] = [[], []]
+    graph = _graph(members[0], 3, 2, seen[0], 0)
+    for _ in range(2):
+        _replay(members[0], graph, 2)
+        ring_pass(members[1], 3, 2, seen[1], 0)
+    _replay(members[0], graph, 2)
+    if done:
+        ring_pass(members[1], done, 2, seen[1], 0)
+    assert not world.run(), "rank 1 is gone"
+    assert eventually(lambda: members[0].engine.watch.failure is not None, 10)
+    failure = members[0].engine.watch.failure
+    assert failure is not None and failure.startswith(f"forward step {done}/9, kv #1: "), failure
+    assert "rank 11" in failure and f"within {TIMEOUT} s" in failure
+    assert eventually(world.run, 10), "the watch lets go of all that waits"
+
+
+def test_recorded_ends_hold_no_memory() -> None:
+    """What is received in may go before the graph does."""
+    world, memory = World(3), SharedMemory(2)
+    members = [Rank(world, memory, r, 2) for r in range(2)]
+    _, ends = _graph(members[0], 2, 2, [], 0)
+    assert isinstance(ends, tuple) and len(ends) == 4
+    assert not any(isinstance(value, torch.Tensor) for end in ends for value in vars(end).values())
