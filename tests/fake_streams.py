@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
 
 import torch
 
@@ -92,6 +93,7 @@ class World:
 def _recordable(method: Callable[..., None]) -> Callable[..., None]:
     """On a tape while there is one; in the queues when the tape is played."""
 
+    @wraps(method)
     def put(self: Shuffled, *args: object) -> None:
         if self.tape is None:
             method(self, *args)
@@ -107,6 +109,20 @@ class Tape:
 
     ops: Shuffled
     recorded: list[tuple[Callable[..., None], tuple[object, ...]]]
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether all on the communication stream is waited for by another, as CUDA demands of a graph."""
+        last, recorded, joined = 0, dict[object, int](), 0
+        for number, (method, args) in enumerate(self.recorded, 1):
+            name = method.__name__
+            if name == "record" and args[1] == COMM:
+                recorded[args[0]] = last
+            elif name == "wait_event" and args[0] != COMM:
+                joined = max(joined, recorded.get(args[1], 0))
+            elif COMM in args[:1]:
+                last = number
+        return joined == last
 
     def replay(self) -> None:
         # Events of a graph are its own: outside they may mean something else by now.
@@ -135,6 +151,7 @@ class Shuffled:
         self.tape, self.in_capture = [], True
         run()
         tape, self.tape, self.in_capture = Tape(self, self.tape), None, False
+        assert tape.is_joined, "capturing stream has unjoined work"
         return tape
 
     @_recordable

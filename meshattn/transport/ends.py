@@ -32,7 +32,7 @@ class End:
 
     @property
     def word(self) -> int | None:
-        """Address of the flag that is waited for."""
+        """Address of the flag that is waited for, if any."""
         raise NotImplementedError
 
     def has_begun(self) -> bool:
@@ -97,7 +97,7 @@ class RecordedEnd:
 
     failure: str
     fills: Sequence[Fill]
-    word: int | None
+    word: int
 
 
 class Replaying:

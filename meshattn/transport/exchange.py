@@ -116,21 +116,22 @@ class CopyEngine:
         self._recorded = []
 
     def recorded(self) -> tuple[RecordedEnd, ...]:
-        """Both halves of all exchanges since `record`, in the order in which they end."""
+        """The halves of all exchanges since `record`, in the order in which they end."""
         assert self._recorded is not None
         ends, self._recorded = tuple(self._recorded), None
         return ends
 
-    def tell_progress(self) -> None:
-        """The communication stream has come as far as the ends that are recorded, if any."""
+    def tell_progress(self, more: int) -> None:
+        """Into a graph: the communication stream has come as far as the ends that are recorded, and so many
+        more. It stands before the event behind an end, or a graph would end without it."""
         if self._recorded is not None:
-            self.ops.write(self.ops.comm_stream, self._progress.data_ptr(), len(self._recorded))
+            self.ops.write(self.ops.comm_stream, self._progress.data_ptr(), len(self._recorded) + more)
 
     def watched(self, end: End, *events: int) -> None:
         """See that it ends, now or whenever the graph runs that it goes into. The events are its own."""
         if self._recorded is not None:
-            self._recorded.append(RecordedEnd(end.failure, end.fills, end.word))
-            self.tell_progress()
+            if end.word is not None:
+                self._recorded.append(RecordedEnd(end.failure, end.fills, end.word))
         elif not self.ops.capturing():
             return self.watch.add(end)
         self.recycle(*events)
@@ -202,7 +203,7 @@ class Exchange:
             begun = engine.event()
             ops.record(begun, ops.current_stream())
             ops.wait_event(comm, begun)
-            engine.tell_progress()  # also that none is over yet
+            engine.tell_progress(0)  # at first, that none is over
         if self.recv is not None:
             freed = self._arena.freed.pop(self.message.slot, None)
             if freed is not None:
@@ -217,6 +218,7 @@ class Exchange:
                 ops.copy(comm, to, source, nbytes)
                 to += nbytes
             ops.write(comm, place.ready_there, 1)
+            engine.tell_progress(1)
             self._sent = engine.event()
             ops.record(self._sent, comm)
             engine.watched(Sending(self, self._sent, begun), *(() if begun is None else (begun,)))
@@ -230,6 +232,7 @@ class Exchange:
         if self.recv is not None:
             ops.wait(ops.comm_stream, place.ready, 1)
             ops.write(ops.comm_stream, place.ready, 0)
+            engine.tell_progress(1)
             events.append(engine.event())
             ops.record(events[-1], ops.comm_stream)
         if not events:
