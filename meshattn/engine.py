@@ -45,22 +45,33 @@ def forward(
     Returns:
         out [B, C, H, D_v] in the type of q and lse [B, H, C] in the accumulator type.
     """
-    work = _Forward(call, q, k, v, seed)
+    work = _Forward(call, q, k, v, sinks, seed)
     _run(call, call.forward, work)
-    return work.finish(sinks)
+    out, lse = work.results
+    return out, lse
 
 
 def backward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, do: Tensor, delta: Tensor, seed: int = 0
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    delta: Tensor | None = None,
+    seed: int = 0,
+    *,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v; arguments as given to and returned by `forward`, do like out.
 
-    delta is like lse: see `row_terms`.
+    delta is like lse: see `row_terms`; without it, it follows from out.
     """
     assert call.backward is not None, "a call without gradients"
-    work = _Backward(call, call.backward, q, k, v, lse, do, delta, seed)
+    work = _Backward(call, call.backward, q, k, v, lse, do, delta, out, seed)
     _run(call, call.backward, work)
-    return work.finish()
+    dq, dk, dv = work.results
+    return dq, dk, dv
 
 
 def row_terms(out: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
@@ -84,6 +95,7 @@ def _run(call: Call, program: Program, work: _Pass) -> None:
 
 def _execute(program: Program, work: _Pass) -> None:
     handles: dict[int, Handle] = {}
+    work.begin()
     for step in program.steps:
         for waited in step.waits:
             handles[waited].wait()
@@ -99,9 +111,7 @@ def _execute(program: Program, work: _Pass) -> None:
             work.compute(kernel, block, intervals)
         for released in step.releases:
             handles.pop(released).release()
-
-
-Outcome = Mapping[str, tuple[frozenset[int], int | None]]
+    work.finish()
 
 
 class _Pass:
@@ -122,12 +132,17 @@ class _Pass:
     def memory(self) -> Hashable:
         return self._rows.memory(), self._cols.memory(), *[x.memory() for x in self._partials.values()]
 
-    def outcome(self) -> Outcome:
-        return {kind: partials.outcome() for kind, partials in self._partials.items()}
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        return tuple(result for partials in self._partials.values() for result in partials.results)
 
-    def resume(self, outcome: Outcome) -> None:
-        for kind, partials in self._partials.items():
-            partials.resume(outcome[kind])
+    def begin(self) -> None:
+        """What stands before the list."""
+
+    def finish(self) -> None:
+        """What stands behind the list."""
+        for partials in self._partials.values():
+            partials.finish()
 
     def _holder(self, transfer: Transfer) -> Chunks | Accumulators:
         if transfer.inward:
@@ -155,8 +170,15 @@ class _Pass:
 
 
 class _Forward(_Pass):
-    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, seed: int) -> None:
+    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seed: int) -> None:
         super().__init__(call, call.forward, {"q": {"q": q}, "kv": {"k": k, "v": v}}, ("out",), seed)
+        self._sinks = sinks
+
+    def memory(self) -> Hashable:
+        return super().memory(), None if self._sinks is None else (
+            self._sinks.data_ptr(),
+            self._sinks.stride(),
+        )
 
     def compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
         queries, keys = self._rows.views[block.row_slot], self._cols.views[block.col_slot]
@@ -171,15 +193,10 @@ class _Forward(_Pass):
             first=out.first(block.row, block.row_acc, block),
         )
 
-    def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        partial = self._partials["out"]
-        partial.complete()
-        if sinks is not None:
-            add_sinks(partial.views[0], sinks)
-        (out,) = partial.finish()
-        lse = partial.views[0]["lse"]
-        # A copy: a view would keep the whole accumulator alive until the backward pass.
-        return out, lse.clone() if partial.moves else lse
+    def finish(self) -> None:
+        if self._sinks is not None:
+            add_sinks(self._partials["out"].complete(), self._sinks)
+        super().finish()
 
 
 class _Backward(_Pass):
@@ -192,12 +209,23 @@ class _Backward(_Pass):
         v: Tensor,
         lse: Tensor,
         do: Tensor,
-        delta: Tensor,
+        delta: Tensor | None,
+        out: Tensor | None,
         seed: int,
     ) -> None:
-        bundle = {"q": q, "do": do, "lse": lse, "delta": delta}
+        self._do, self._out = do, out
+        self._delta = lse.new_empty(lse.shape) if delta is None else delta
+        bundle = {"q": q, "do": do, "lse": lse, "delta": self._delta}
         chunks: dict[Payload, Views] = {"bundle": bundle, "kv": {"k": k, "v": v}}
         super().__init__(call, program, chunks, ("dq", "dkv"), seed)
+
+    def memory(self) -> Hashable:
+        terms = () if self._out is None else (self._do, self._out)
+        return super().memory(), *[(tensor.data_ptr(), tensor.stride()) for tensor in terms]
+
+    def begin(self) -> None:
+        if self._out is not None:
+            row_delta(self._do, self._out, self._delta)
 
     def compute(self, kernel: AttentionKernel, block: Block, intervals: Intervals) -> None:
         queries, keys = self._rows.views[block.row_slot], self._cols.views[block.col_slot]
@@ -216,8 +244,3 @@ class _Backward(_Pass):
             first_dq=dq.first(block.row, block.row_acc, block),
             first_dkv=dkv.first(block.col, block.col_acc, block),
         )
-
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        (dq,) = self._partials["dq"].finish()
-        dk, dv = self._partials["dkv"].finish()
-        return dq, dk, dv

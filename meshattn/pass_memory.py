@@ -71,25 +71,18 @@ class Accumulators:
                 self._staging = line.wire.within(torch.empty_like(self._received[0].flat))
         else:  # tensors of their own, which the caller may get and write to
             self.views = [line.packing.tensors(call.device) for _ in range(line.held)]
-        self._plus: int | None = None  # the buffer of what is added at the end
+        self._results = {} if line.results is None else line.results.tensors(call.device)
+        self._plus: Views | None = None  # what is added at the end
         self._written: set[int] = set()
         self._parts_first = False  # for all parts of the block that is cut
 
     def memory(self) -> Hashable:
-        """Where they lie, and those that arrive."""
+        """Where they lie, those that arrive, and the results."""
         staging = [] if self._staging is None else [self._staging]
         places = [packed.flat.data_ptr() for packed in (*self._packed, *self._received, *staging)]
         if not self._packed:
             places += [tensor.data_ptr() for views in self.views for tensor in views.values()]
-        return tuple(places)
-
-    def outcome(self) -> tuple[frozenset[int], int | None]:
-        """Which lines are written, and what is still to be added."""
-        return frozenset(self._written), self._plus
-
-    def resume(self, outcome: tuple[frozenset[int], int | None]) -> None:
-        written, self._plus = outcome
-        self._written = set(written)
+        return *places, *[tensor.data_ptr() for tensor in self._results.values()]
 
     def first(self, index: int, slot: int, block: Block) -> bool:
         """True for the first block of a row or column: it writes its accumulator without reading it."""
@@ -128,24 +121,35 @@ class Accumulators:
         self._settle(merge.index, merge.acc)
         mine, theirs = self.views[merge.acc], self._received[merge.recv_slot].views
         if merge.transfer == self._line.last:  # added when the line is finished, which reads it once less
-            self._plus = merge.recv_slot
+            self._plus = theirs
             return
         if self._line.kind == "out":
             merge_partial(mine["out"], mine["lse"], theirs["out"], theirs["lse"])
         else:
             add_accumulator(mine, theirs)
 
-    def complete(self) -> None:
-        """This rank's own row or column holds its result, also if nothing was added to it."""
+    def complete(self) -> Views:
+        """This rank's own row or column, which holds all of its sum, also if nothing was added to it."""
         self._settle(0, 0)
+        return self.views[0]
 
-    def finish(self) -> tuple[Tensor, ...]:
-        """This rank's own row or column in the caller's layout and type."""
-        self.complete()
-        return self._kernel.finish(
+    def finish(self) -> None:
+        """Turn it into the results."""
+        own = self.complete()
+        if not self._results:
+            return
+        self._kernel.finish(
             self._line.kind,
-            self.views[0],
+            own,
             dtype=self._dtype,
             softmax_scale=self._softmax_scale,
-            plus=None if self._plus is None else self._received[self._plus].views,
+            plus=self._plus,
+            into=[tensor for name, tensor in self._results.items() if name != "lse"],
         )
+        if "lse" in own:
+            self._results["lse"].copy_(own["lse"])
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        """In the caller's layout and type: out and lse, dq, or dk and dv. Tensors of their own."""
+        return tuple((self._results or self.views[0]).values())

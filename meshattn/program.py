@@ -20,7 +20,7 @@ from meshattn.plan.schedule import AXIS, Block, Merge, Payload, Schedule, Transf
 from meshattn.recording import Recorder
 from meshattn.transport.base import Message, Transport
 from meshattn_kernels import AttentionKernel, Intervals
-from meshattn_kernels.contract import ACCUMULATOR_KINDS, AccumulatorKind
+from meshattn_kernels.contract import ACCUMULATOR_KINDS, AccumulatorKind, ChunkSizes, Shapes, rows_first
 from meshattn_kernels.sharing import of_part
 
 
@@ -154,6 +154,7 @@ class Line:
     received: int  # buffers for those that arrive
     packing: Packing
     wire: Packing  # how they travel: the same one if that is the same
+    results: Packing | None  # what they become; None if the kernel writes that itself
     last: int | None  # the transfer whose partial is added when the line is finished
     lonely: bool  # nothing but parts of the own block is added to the own line until they are done
 
@@ -208,7 +209,7 @@ class Call:
         axis, slots, tile = AXIS[kind], program.schedule.slots, program.schedule.tile
         by_row = axis == "row"
         held, received = (slots.row_acc, slots.row_recv) if by_row else (slots.col_acc, slots.col_recv)
-        packing, wire = self._packings(kind)
+        packing, wire, results = self._packings(kind)
         return Line(
             kind=kind,
             axis=axis,
@@ -217,29 +218,32 @@ class Call:
             received=received,
             packing=packing,
             wire=wire,
+            results=results,
             last=None if kind == "out" else program.last_merges.get(kind),
             lonely=tile.size("col" if by_row else "row") == 1 and axis not in program.schedule.direct,
         )
 
-    def _packings(self, kind: AccumulatorKind) -> tuple[Packing, Packing]:
-        shapes = self.kernel.accumulator_shapes(
-            kind,
-            batch=self.batch,
-            rows=self.key_rows if kind == "dkv" else self.rows,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim_v,
-        )
+    def _packings(self, kind: AccumulatorKind) -> tuple[Packing, Packing, Packing | None]:
+        """How accumulators of a kind lie and travel, and their results."""
+        sizes: ChunkSizes = {
+            "batch": self.batch,
+            "rows": self.key_rows if kind == "dkv" else self.rows,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v,
+        }
 
-        def packed(dtype: torch.dtype) -> Packing:
+        def packed(shapes: Shapes, dtype: torch.dtype) -> Packing:
             # lse always moves in full: rounding it would scale whole rows.
             types = {name: self.accumulator_dtype if name == "lse" else dtype for name in shapes}
             return Packing(tuple(Field(name, shape, types[name]) for name, shape in shapes.items()))
 
+        shapes = self.kernel.accumulator_shapes(kind, **sizes)
         # On a tile of one rank one block is all that is ever added.
         alone = self.forward.schedule.tile.ranks == 1 and kind in self.kernel.writes_finished
         alone &= self.result_dtype(kind) == self.dtype
         held, sent = self.dtype if alone else self.accumulator_dtype, self.reduce_dtype
-        mine = packed(held)
-        return mine, mine if held == sent else packed(sent)
+        mine = packed(shapes, held)
+        wire = mine if held == sent else packed(shapes, sent)
+        return mine, wire, None if alone else packed(rows_first(kind, **sizes), self.result_dtype(kind))

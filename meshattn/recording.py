@@ -27,18 +27,10 @@ _KEPT = 1024  # passes that are known at a time; a model has one or two a layer
 
 
 class Work(Protocol):
-    """The tensors of one pass."""
+    """The tensors of one pass. When it has been executed, all that comes of it is in them."""
 
     def memory(self) -> Hashable:
         """Where all that it is given and fills lies."""
-        ...
-
-    def outcome(self) -> Any:
-        """What executing the list has left to the host to know."""
-        ...
-
-    def resume(self, outcome: Any) -> None:
-        """Go on as if the list had been executed."""
         ...
 
 
@@ -73,7 +65,6 @@ class _Recording:
     graph: Graph
     exchanges: tuple[tuple[Transport, Any], ...]  # what each transport keeps of them
     counts: Counts  # of what they move
-    outcome: Any
     kept: list[object]  # tables that kernels read
 
 
@@ -113,7 +104,7 @@ class Recorder:
             if known.runs < _EAGER_RUNS:
                 known.runs += 1
                 return execute()
-            known.recording = self._record(transports, work, execute)
+            known.recording = self._record(transports, execute)
         recording = known.recording
         self._come_after_others()
         replays = [transport.replay(exchanges) for transport, exchanges in recording.exchanges]
@@ -121,7 +112,6 @@ class Recorder:
         for replay in replays:
             replay.enqueued()
         self._traffic.add(recording.counts)
-        work.resume(recording.outcome)
 
     def _entry(self, key: Hashable, program: Program) -> _Known:
         table = self._known  # the watch over NCCL may take it away meanwhile
@@ -141,9 +131,7 @@ class Recorder:
             self._streams.wait(self._last)
         self._last = stream
 
-    def _record(
-        self, transports: tuple[Transport, ...], work: Work, execute: Callable[[], None]
-    ) -> _Recording:
+    def _record(self, transports: tuple[Transport, ...], execute: Callable[[], None]) -> _Recording:
         before = self._traffic.counts()
         for transport in transports:
             transport.record(self.clear)
@@ -158,7 +146,7 @@ class Recorder:
                 "cuda_graphs=False"
             ) from error
         exchanges = tuple((transport, transport.recorded()) for transport in transports)
-        return _Recording(graph, exchanges, self._traffic.take_back(before), work.outcome(), kept)
+        return _Recording(graph, exchanges, self._traffic.take_back(before), kept)
 
     def clear(self) -> None:
         """Forget all, before what they use is given back. NCCL waits for the end of graphs that know it."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from mesh_cases import Case
 from meshattn import calls
 from meshattn.plan.assignment import Tile
 from meshattn.testing import run_ranks
-from meshattn_kernels.contract import AccumulatorKind
+from meshattn_kernels.contract import AccumulatorKind, ChunkSizes, Shapes, heads_first, rows_first
 from meshattn_kernels.reference import ReferenceKernel
 
 
@@ -28,6 +28,10 @@ class FinishingKernel(ReferenceKernel):
 
     writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset({"out", "dkv"})
     seen: ClassVar[list[torch.dtype]] = []
+
+    def accumulator_shapes(self, kind: AccumulatorKind, **sizes: Unpack[ChunkSizes]) -> Shapes:
+        """dk and dv as in results, where the reference kernel has heads first."""
+        return (rows_first if kind == "dkv" else heads_first)(kind, **sizes)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, acc: Mapping[str, Tensor], *rest: Any, **how: Any
@@ -41,22 +45,22 @@ class FinishingKernel(ReferenceKernel):
     def backward(self, *given: Any, softmax_scale: float, **how: Any) -> None:
         *before, dkv, intervals = given
         self.seen.append(dkv["dk"].dtype)
-        exact = {name: tensor.float() for name, tensor in dkv.items()}
+        exact = {name: tensor.transpose(1, 2).float().contiguous() for name, tensor in dkv.items()}
         super().backward(*before, exact, intervals, softmax_scale=softmax_scale, **how)
-        results = exact.values()
+        results: Iterable[Tensor] = (result.transpose(1, 2) for result in exact.values())
         if dkv["dk"].dtype == torch.bfloat16:
-            finished = super().finish("dkv", exact, dtype=torch.bfloat16, softmax_scale=softmax_scale)
-            results = (result.transpose(1, 2) for result in finished)  # accumulators have heads first
+            results = super().finish("dkv", exact, dtype=torch.bfloat16, softmax_scale=softmax_scale)
         for tensor, result in zip(dkv.values(), results, strict=True):
             tensor.copy_(result)
 
     def finish(
         self, kind: AccumulatorKind, acc: Mapping[str, Tensor], *, dtype: torch.dtype, **how: Any
     ) -> tuple[Tensor, ...]:
-        if kind == "out" and acc["out"].dtype == dtype:
-            return (acc["out"],)
-        if kind == "dkv" and acc["dk"].dtype == torch.bfloat16:
-            return tuple(tensor.transpose(1, 2).contiguous() for tensor in acc.values())
+        assert next(iter(acc.values())).dtype != dtype, "there is nothing to finish"
+        if kind == "dkv":
+            acc = {name: tensor.transpose(1, 2) for name, tensor in acc.items()}
+            plus = how.pop("plus")
+            how["plus"] = plus and {name: tensor.transpose(1, 2) for name, tensor in plus.items()}
         return super().finish(kind, acc, dtype=dtype, **how)
 
 

@@ -17,7 +17,7 @@ gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, TypedDict, Unpack
 
 import torch
@@ -181,8 +181,19 @@ class AttentionKernel(Protocol):
         dtype: torch.dtype,
         softmax_scale: float,
         plus: Mapping[str, Tensor] | None = None,
+        into: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """The result in ``dtype``: (out [B, C, H, D_v],), (dq [B, C, H, D],), or (dk, dv) [B, C, H_kv, D or
         D_v]. ``plus`` is a second accumulator of dq or of dk, dv, in any float type, that is added first;
-        ``acc`` may then hold the sum or not."""
+        ``acc`` may then hold the sum or not. ``into`` are contiguous tensors of ``dtype`` to write to instead
+        of new ones."""
         ...
+
+
+def delivered(results: tuple[Tensor, ...], into: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+    """What ``finish`` returns: the results, copied to where they are wanted."""
+    if into is None:
+        return results
+    for wanted, result in zip(into, results, strict=True):
+        wanted.copy_(result)
+    return tuple(into)

@@ -17,7 +17,7 @@ Partial results of the pieces are merged, gradients added, into accumulators wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Unpack
 
@@ -30,6 +30,7 @@ from meshattn_kernels.contract import (
     Shapes,
     add_accumulator,
     clear_accumulator,
+    delivered,
     rows_first,
 )
 from meshattn_kernels.intervals import BandIntervals, Intervals
@@ -171,8 +172,9 @@ class PlainBlocks:
         dtype: torch.dtype,
         softmax_scale: float,
         plus: Mapping[str, Tensor] | None = None,
+        into: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         if plus is not None:
             add_accumulator(acc, plus)
         names = {"out": ("out",), "dq": ("dq",), "dkv": ("dk", "dv")}[kind]
-        return tuple(acc[name].to(dtype, copy=True) for name in names)
+        return delivered(tuple(acc[name].to(dtype, copy=True) for name in names), into)

@@ -30,6 +30,7 @@ from meshattn_kernels.contract import (
     Shapes,
     add_accumulator,
     clear_accumulator,
+    delivered,
     heads_first,
 )
 from meshattn_kernels.dropout import Dropout
@@ -68,14 +69,16 @@ class ReferenceKernel:
         dtype: torch.dtype,
         softmax_scale: float,
         plus: Mapping[str, Tensor] | None = None,
+        into: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         if plus is not None:
             add_accumulator(acc, plus)
         if kind == "out":
-            return (acc["out"].to(dtype, copy=True),)
+            return delivered((acc["out"].to(dtype, copy=True),), into)
         if kind == "dq":
-            return (_rows_first(acc["dq"] * softmax_scale, dtype),)
-        return _rows_first(acc["dk"] * softmax_scale, dtype), _rows_first(acc["dv"], dtype)
+            return delivered((_rows_first(acc["dq"] * softmax_scale, dtype),), into)
+        dk, dv = _rows_first(acc["dk"] * softmax_scale, dtype), _rows_first(acc["dv"], dtype)
+        return delivered((dk, dv), into)
 
     def forward(
         self,

@@ -82,12 +82,10 @@ def merge_kernel(
     tl.store(out_ptrs, out + other * (other_weight / total)[:, None], mask=mask)
 
 
-def launch_delta(do: Tensor, out: Tensor) -> Tensor:
-    batch, rows, heads, _ = do.shape
-    delta = torch.empty((batch, heads, rows), dtype=torch.float32, device=do.device)
+def launch_delta(do: Tensor, out: Tensor, delta: Tensor) -> None:
+    _, rows, heads, _ = do.shape
     strides = *do.stride(), *out.stride()
     _launch(delta_kernel, do.shape, (do, out, delta), (rows, heads, *strides))
-    return delta
 
 
 def launch_merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -183,9 +183,11 @@ def _keeping(launches: list[Launch], plan: ForwardPlan | BackwardPlan) -> Launch
     return kept
 
 
-def finished_dq(acc: Tensor, dtype: torch.dtype, scale: float, plus: Tensor | None = None) -> Tensor:
+def finished_dq(
+    acc: Tensor, dtype: torch.dtype, scale: float, plus: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
     batch, heads, rows, head_dim = acc.shape
-    dq = torch.empty((batch, rows, heads, head_dim), dtype=dtype, device=acc.device)
+    dq = acc.new_empty((batch, rows, heads, head_dim), dtype=dtype) if into is None else into
     if acc.numel():
         more = acc if plus is None else plus  # not read without PLUS
         with on_device(acc.device):
@@ -210,10 +212,14 @@ def finished_dq(acc: Tensor, dtype: torch.dtype, scale: float, plus: Tensor | No
 
 
 def finished_dkv(
-    acc: Mapping[str, Tensor], dtype: torch.dtype, scale: float, plus: Mapping[str, Tensor] | None = None
+    acc: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    scale: float,
+    plus: Mapping[str, Tensor] | None = None,
+    into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     more = acc if plus is None else plus  # not read without PLUS
-    dk, dv = (torch.empty_like(acc[name], dtype=dtype) for name in ("dk", "dv"))
+    dk, dv = into or [torch.empty_like(acc[name], dtype=dtype) for name in ("dk", "dv")]
     sizes = dk.numel(), dv.numel()
     if any(sizes):
         with on_device(dk.device):

@@ -7,7 +7,7 @@ register order. Where one block is the whole sum, out, dk and dv may be the resu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Unpack
@@ -21,6 +21,7 @@ from meshattn_kernels.contract import (
     ChunkSizes,
     Shapes,
     clear_accumulator,
+    delivered,
     heads_first,
     rows_first,
 )
@@ -81,17 +82,17 @@ class HopperKernel:
         dtype: torch.dtype,
         softmax_scale: float,
         plus: Mapping[str, Tensor] | None = None,
+        into: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         if kind == "dq":
-            return (
-                finished_dq(acc["dq"], dtype, float(softmax_scale), None if plus is None else plus["dq"]),
-            )
+            more, wanted = None if plus is None else plus["dq"], None if into is None else into[0]
+            return (finished_dq(acc["dq"], dtype, float(softmax_scale), more, wanted),)
         finished = dtype != torch.float32  # accumulators are no results, also if one asks for their type
         if finished and all(acc[name].dtype == dtype for name in ("out", "dk", "dv") if name in acc):
-            return tuple(tensor for name, tensor in acc.items() if name != "lse")
+            return delivered(tuple(tensor for name, tensor in acc.items() if name != "lse"), into)
         if kind == "out":
-            return (acc["out"].to(dtype),)
-        return finished_dkv(acc, dtype, float(softmax_scale), plus)
+            return (acc["out"].to(dtype),) if into is None else (into[0].copy_(acc["out"]),)
+        return finished_dkv(acc, dtype, float(softmax_scale), plus, into)
 
     def forward(
         self,

@@ -26,12 +26,10 @@ def add_parts(parts: Tensor, acc: Tensor, first: bool) -> None:
         _add_parts(_grid(acc), (parts, acc), (acc.numel(), len(parts)), (), (first, FLAT_BLOCK), warps=4)
 
 
-def scaled(acc: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """acc * scale in ``dtype``."""
-    result = torch.empty_like(acc, dtype=dtype)
+def scale_into(result: Tensor, acc: Tensor, scale: float) -> None:
+    """result = acc * scale, both contiguous."""
     with on_device(acc.device):
         _scale_and_cast(_grid(acc), (acc, result), (acc.numel(), scale), (), (FLAT_BLOCK,), warps=4)
-    return result
 
 
 def exponents(lse: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,7 @@ All accumulators have rows first, like their results: finishing them is one flat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Unpack
 
@@ -26,7 +26,7 @@ from meshattn_kernels.intervals import BandIntervals, Intervals
 from meshattn_kernels.keeping import keep
 from meshattn_kernels.portable.backward_dash import clear_rows_kernel, dash_kernel
 from meshattn_kernels.portable.backward_two_loop import dkdv_kernel, dq_kernel
-from meshattn_kernels.portable.flat import add_parts, exponents, row_words, scaled
+from meshattn_kernels.portable.flat import add_parts, exponents, row_words, scale_into
 from meshattn_kernels.portable.forward import forward_kernel
 from meshattn_kernels.portable.launch import (
     RowBounds,
@@ -133,14 +133,18 @@ class _Portable:
         dtype: torch.dtype,
         softmax_scale: float,
         plus: Mapping[str, Tensor] | None = None,
+        into: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         if plus is not None:
             add_accumulator(acc, plus)
-        if kind == "out":
-            return (acc["out"].to(dtype, copy=True),)
-        if kind == "dq":
-            return (scaled(acc["dq"], softmax_scale, dtype),)
-        return scaled(acc["dk"], softmax_scale, dtype), acc["dv"].to(dtype, copy=True)
+        names = {"out": ("out",), "dq": ("dq",), "dkv": ("dk", "dv")}[kind]
+        into = into or [torch.empty_like(acc[name], dtype=dtype) for name in names]
+        for name, result in zip(names, into, strict=True):
+            if name in ("dq", "dk"):
+                scale_into(result, acc[name], softmax_scale)
+            else:
+                result.copy_(acc[name])
+        return tuple(into)
 
     def forward(
         self,
