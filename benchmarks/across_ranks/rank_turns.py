@@ -82,23 +82,29 @@ def _turn(contender: Contender, device: torch.device, pairs: int) -> Turn:
 
 
 def _gpu_times(contender: Contender, settling: int, pairs: int) -> tuple[float, float, float]:
-    torch.cuda.synchronize()
-    dist.barrier()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * pairs)]
-    events.append(torch.cuda.Event(enable_timing=True, blocking=True))
-    clock = [time.perf_counter()]
-    events[0].record()
     with torch.autograd.set_multithreading_enabled(False):
-        for number in range(pairs):
+        for _ in range(settling):  # so that passes recur that run as graphs from then on
+            contender.backward(contender.forward())
+        torch.cuda.synchronize()
+        dist.barrier()
+        # Of a host that is not far ahead: then it waits for the GPU to take its work.
+        clock = [time.perf_counter()]
+        for _ in range(min(AHEAD, max(1, settling))):
+            contender.backward(contender.forward())
+            clock.append(time.perf_counter())
+        timed = pairs - settling
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * timed)]
+        events.append(torch.cuda.Event(enable_timing=True, blocking=True))
+        events[0].record()
+        for number in range(timed):
             out = contender.forward()
             events[2 * number + 1].record()
             contender.backward(out)
+            del out
             events[2 * number + 2].record()
-            clock.append(time.perf_counter())
-    # Of the first ones: a host that is far ahead waits for the GPU to take its work.
-    host = statistics.median([(b - a) * 1e3 for a, b in itertools.pairwise(clock[: AHEAD + 1])])
+    host = statistics.median([(b - a) * 1e3 for a, b in itertools.pairwise(clock)])
     events[-1].synchronize()  # asleep: ranks that share cores would take them from those who send
-    spans = [a.elapsed_time(b) for a, b in itertools.pairwise(events)][2 * settling :]
+    spans = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     return statistics.fmean(spans[0::2]), statistics.fmean(spans[1::2]), host
 
 

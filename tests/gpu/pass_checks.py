@@ -119,6 +119,7 @@ def recorded(options: argparse.Namespace) -> None:
                 mine, theirs = passes.eager(), plain.eager()
             torch.cuda.current_stream().wait_stream(stream)
             assert _equal(mine, theirs), f"{tile} {transport}, call {number}: other bits"
+            del mine, theirs  # or those of the next call would lie elsewhere
             if number == 11:
                 larger.eager()
             counts.append(recorder.recordings)
