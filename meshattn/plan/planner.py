@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from .assignment import Assignment, Tile, tiles
 from .block_cost import Mask, block_times, partial_us
-from .cost import CallShape, Pace, choose_tile, num_hops, total_bytes, traffic
+from .cost import CallShape, Pace, choose_tile, total_bytes, traffic
 from .heads import buffer_memory, exchange, inner_shape
 from .hops import Visibility
 from .kernel_times import BlockPass
@@ -87,9 +87,14 @@ class Question:
         return max(least, links.port_us, links.card_us, self._latencies_us(cut, order))
 
     def queued_us(self, cut: Cut, order: tuple[MeshAxis, ...] = ORDER) -> float:
-        """What the host takes to queue the blocks and exchanges of a rank."""
-        each = (cut.tile.ranks + num_hops(way, cut.tile) + 2 * (cut.heads - 1) for way in self.passes)
-        return self.topology.start_us * num_groups(self.shape, cut, self.topology, order) * sum(each)
+        """What the host takes to queue the blocks, merges, copies and exchanges of a rank."""
+        queued = len(self.passes) * (cut.tile.ranks + 2)  # what comes before the blocks, and behind them
+        if cut.heads > 1:
+            queued += len(self.passes) * 2 * (cut.heads - 1 + 2)  # packed, sent and joined, both ways
+        for direction in self.passes:
+            for (_, way), part in traffic(direction, cut.tile, self.shape).items():
+                queued += part.num_messages * (2 if way == "outward" else 1)  # partials are merged
+        return self.topology.start_us * num_groups(self.shape, cut, self.topology, order) * queued
 
     def _latencies_us(self, cut: Cut, order: tuple[MeshAxis, ...]) -> float:
         """Of what is exchanged one behind the other: along all axes inside a node, or along one of the others

@@ -174,7 +174,7 @@ def test_short_calls_wait_for_the_host() -> None:
     found = plan(asked, at_least=99)
     assert {each.limit for each in found} == {"host"} and not found[0].is_ring
     assert "for the host to queue its blocks and exchanges" in why(found).split("; ")[-1]
-    assert {each.limit for each in plan(replace(asked, topology=cluster(12)), at_least=99)} != {"host"}
+    assert not any("host" in each.limit for each in plan(replace(asked, topology=cluster(12)), at_least=99))
 
 
 def test_every_placement_of_a_cut_has_a_line_if_wanted() -> None:
