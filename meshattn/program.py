@@ -47,7 +47,7 @@ class Work:
     releases: tuple[int, ...]  # transfers whose receive slot is not needed any more
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """What one pass does on one rank."""
 

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from meshattn.program import Program
 
 _EAGER_RUNS = 2  # of what recurs, before it is recorded: by then all its kernels are compiled
-_KEPT = 1024  # passes that are known at a time; a model has one or two a layer
+_KEPT = 1024  # memories of one program that are known at a time; a model has one a layer
 
 
 class Work(Protocol):
@@ -70,7 +71,6 @@ class _Recording:
 
 @dataclass
 class _Known:
-    program: Program  # which keeps its id from being given to another
     runs: int = 0
     recording: _Recording | None = None
 
@@ -86,20 +86,22 @@ class Recorder:
     def __init__(self, traffic: Traffic, streams: Streams) -> None:
         self._traffic = traffic
         self._streams = streams
-        self._known: OrderedDict[Hashable, _Known] = OrderedDict()
+        # Programs, and the tables of their kernels, go with the sequence that they belong to.
+        self._known: WeakKeyDictionary[Program, OrderedDict[Hashable, _Known]] = WeakKeyDictionary()
         self._last: int | None = None  # stream of the last replay
 
     @property
     def recordings(self) -> int:
         """How many passes are recorded."""
-        return sum(known.recording is not None for known in self._known.values())
+        every = (known for table in self._known.values() for known in table.values())
+        return sum(known.recording is not None for known in every)
 
     def run(self, program: Program, work: Work, execute: Callable[[], None]) -> None:
         """Execute a pass, or do again what it did on the same memory."""
         if self._streams.capturing():  # it goes into a graph of the user's
             return execute()
         transports = program.moving
-        known = self._entry((id(program), work.memory(), *[x.generation for x in transports]), program)
+        known = self._entry(program, (work.memory(), *[x.generation for x in transports]))
         if known.recording is None:
             if known.runs < _EAGER_RUNS:
                 known.runs += 1
@@ -113,11 +115,11 @@ class Recorder:
             replay.enqueued()
         self._traffic.add(recording.counts)
 
-    def _entry(self, key: Hashable, program: Program) -> _Known:
-        table = self._known  # the watch over NCCL may take it away meanwhile
+    def _entry(self, program: Program, key: Hashable) -> _Known:
+        table = self._known.setdefault(program, OrderedDict())
         known = table.get(key)
         if known is None:
-            known = table[key] = _Known(program)
+            known = table[key] = _Known()
             if len(table) > _KEPT:
                 table.popitem(last=False)
         else:
@@ -150,7 +152,7 @@ class Recorder:
 
     def clear(self) -> None:
         """Forget all, before what they use is given back. NCCL waits for the end of graphs that know it."""
-        self._known = OrderedDict()
+        self._known = WeakKeyDictionary()
 
 
 class CudaStreams:

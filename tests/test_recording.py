@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -163,7 +164,8 @@ def test_passes_that_never_recur_are_forgotten() -> None:
     world = _World()
     for place in range(1500):
         world.run(place)
-    assert len(world.recorder._known) <= 1024 and world.streams.recordings == 0
+    (known,) = world.recorder._known.values()
+    assert len(known) <= 1024 and world.streams.recordings == 0
     assert world.run(1499).executed == 1 and world.run(1499).executed == 1
     assert world.streams.recordings == 1, "the newest are remembered"
 
@@ -172,10 +174,21 @@ def test_a_recording_keeps_the_tables_of_its_kernels_until_it_is_forgotten() -> 
     world = _World()
     for _ in range(4):
         world.run()
-    (known,) = world.recorder._known.values()
+    (known,) = world.recorder._known[world.programs[0]].values()
     assert known.recording is not None and known.recording.kept == [("tables of", 5)]
     world.transport.forget()
     assert not world.recorder._known and world.run().executed == 1
+
+
+def test_recordings_go_with_their_program() -> None:
+    """Which goes with the sequence that it was made for."""
+    world = _World()
+    for _ in range(4):
+        world.run(), world.run(program=1)
+    assert world.recorder.recordings == 2
+    world.programs.pop()
+    gc.collect()
+    assert world.recorder.recordings == 1 and world.run().executed == 0
 
 
 def test_a_failed_recording_names_the_way_out() -> None:

@@ -27,13 +27,20 @@ class _Passes:
         self.kernel = "hopper" if torch.cuda.get_device_capability() == (9, 0) else "triton"
         self._seq = mesh.sequence(rows * dist.get_world_size())
         self._size = (1, rows, heads, 64)
+        self.allocate()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def allocate(self) -> None:
+        """Inputs in memory that is got from the driver, like all other memory of the passes."""
+        self.q = self.k = self.v = self.do = torch.empty(0)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         self.q, self.k, self.v, self.do = (
             torch.empty(self._size, device="cuda", dtype=torch.bfloat16) for _ in range(4)
         )
         self.draw(0)
         for x in (self.q, self.k, self.v):
             x.requires_grad_()
-        self._graph: torch.cuda.CUDAGraph | None = None
 
     def draw(self, seed: int) -> None:
         generator = torch.Generator(device="cuda").manual_seed(100 * seed + dist.get_rank())
@@ -129,6 +136,19 @@ def recorded(options: argparse.Namespace) -> None:
         for each in (passes, plain):
             each.eager()
         assert mesh.traffic() == other.traffic(), "replays count otherwise"
+        wide, same = _Passes(mesh, 4100, heads=16), _Passes(other, 4100, heads=16)
+        before = recorder.recordings
+        for number in range(5):  # in memory that the driver has got back and given again meanwhile
+            got = []
+            for each in (wide, same):
+                each.allocate()
+                each.draw(number)
+                for _ in range(3):
+                    results = each.eager()
+                got.append([x.cpu() for x in results])
+                del results
+            assert _equal(*got), f"{tile} {transport}: other bits in memory that is given again"
+        assert recorder.recordings > before
         passes.capture()
         for number in range(4):
             passes.draw(50 + number)
