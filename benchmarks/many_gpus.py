@@ -43,7 +43,7 @@ ENDED = {
     NOT_YET: "did not run",
 }
 _SPARE = 15.0  # seconds of the whole for the last words and the report
-_SPEECH = 8.0  # of its limit, for ranks that share a machine to say where they were
+_SPEECH = 6.0  # of its limit, for ranks that share a machine to say where they were
 _LINES = 60  # the last ones that a step says, in the report
 
 
@@ -229,12 +229,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{ranks} ranks, but its cuts need an even number: try --ranks 4")
     if not options.seconds > _SPARE:
         parser.error(f"--seconds is {options.seconds:g}; it must be more than {_SPARE:g}")
-    every = steps(ranks, scale, options.out)
-    unknown = set(options.only or ()) - {step.name for step in every}
+    names = [step.name for step in steps(ranks, scale, options.out)]
+    unknown = set(options.only or ()) - set(names)
     if unknown:
-        parser.error(f"--only {' '.join(unknown)}: steps are {' '.join(step.name for step in every)}")
+        parser.error(f"--only {' '.join(unknown)}: steps are {' '.join(names)}")
     end = time.monotonic() + options.seconds - _SPARE
-    chosen = [step for step in every if not options.only or step.name in options.only]
+    chosen = steps(ranks, scale, options.out, options.only or ())
     outcomes = {step.name: Outcome(step) for step in limits(chosen, options.seconds - _SPARE)}
     for step in chosen:
         forget(options.out, step)

@@ -105,12 +105,12 @@ def _made(
 
 PASSES: Mapping[str, Callable[[Block, torch.device], None]] = {
     "alone": alone,
-    "forward": partial(forwards, True),
     "backward": partial(backwards, True, True),
     "adding": partial(backwards, True, False),
-    "full forward": partial(forwards, False),
+    "forward": partial(forwards, True),
     "full backward": partial(backwards, False, True),
     "full adding": partial(backwards, False, False),
+    "full forward": partial(forwards, False),
 }
 
 
@@ -127,26 +127,33 @@ def compile_passes(number: int, name: str, block: Block, device: str) -> float:
     return time.monotonic() - begin
 
 
+CAUSAL = [name for name in PASSES if not name.startswith("full")]
+FULL = [name for name in PASSES if name.startswith("full")]
+SIZES = ("ROWS", "HEADS", "KV_HEADS", "HEAD_DIM")
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--block", type=int, nargs=4, action="append", required=True,
-        metavar=("ROWS", "HEADS", "KV_HEADS", "HEAD_DIM"),
-    )  # fmt: skip
+    each = {"type": int, "nargs": 4, "action": "append", "default": [], "metavar": SIZES}
+    parser.add_argument("--block", help="causal, as calls have it", **each)
+    parser.add_argument("--full-block", help="without a mask", **each)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--kernel", help="local kernel by name (default: what the library chooses)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--passes", nargs="+", choices=tuple(PASSES), default=tuple(PASSES))
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    blocks = [Block(*sizes, options.dtype, options.kernel) for sizes in options.block]
-    wanted = list(product(options.passes, dict.fromkeys(blocks)))
+    causal, full = (
+        [Block(*sizes, options.dtype, options.kernel) for sizes in given]
+        for given in (options.block, options.full_block)
+    )
+    # Those first that take longest.
+    wanted = list(dict.fromkeys([*product(CAUSAL, causal), *product(FULL, full)]))
     failed = 0
     # Spawned: a forked process cannot use a GPU that its parent knows.
     processes = min(len(wanted), os.cpu_count() or 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from across_ranks.rank_check import CHECKED_LENGTH
@@ -15,6 +16,8 @@ from virtual_cluster import KERNEL_OF_SHARED_GPUS
 
 HERE = Path(__file__).resolve().parents[1]  # where the programs are
 TRAIN = HERE.parent / "launch" / "train.py"
+Block = tuple[int, int, int, int]
+"""Rows, query heads, key/value heads and head size."""
 TOPOLOGY, SOCKETS = "topology.json", "nccl.json"  # of "auto" and of "p2p"
 
 
@@ -35,9 +38,9 @@ class Scale:
     timed: str = "--rounds 2 --turn-ms 60"
     beside: str = ""
     kernel: str = ""
-    warmed: tuple[tuple[int, int, int, int], ...] = ()
-    """Rows, query heads, key/value heads and head size of blocks whose kernels are compiled ahead: one of
-    every model, and those of the short sequence on which all is checked."""
+    warmed: Mapping[str, Sequence[Block]] = field(default_factory=dict)
+    """By step, blocks whose kernels are compiled ahead: of its model, and of the short sequence on which it
+    is checked. Longer blocks have the same kernels."""
 
     @property
     def real(self) -> bool:
@@ -47,6 +50,7 @@ class Scale:
 
 def scale_of(ranks: int, gpus: int) -> Scale:
     """That of so many ranks on so many GPUs."""
+    short = -(-CHECKED_LENGTH // ranks)
     if gpus >= ranks:
         return Scale(
             name="",
@@ -54,7 +58,7 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             model="--heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16",
             lengths="32768 131072",
             million=2**20,
-            slow="--seq-len 32768 --heads 16 --head-dim 64 --dtype bfloat16",
+            slow="--seq-len 16384 --heads 16 --head-dim 64 --dtype bfloat16",
             rate=1000,
             train=f"--layers 22 --dim 2048 --heads 16 --kv-heads 4 --seq-len {32_768 * ranks} "
             "--dtype bfloat16",
@@ -62,12 +66,14 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             transports="symmetric p2p",
             timed="--rounds 3 --turn-ms 150",
             beside="--one-gpu --torch cudnn flash",
-            warmed=(
-                *((rows // ranks, 32, 8, 128) for rows in (CHECKED_LENGTH, 32768, 131072)),
-                (CHECKED_LENGTH // ranks, 32, 32, 128),
-                (32768 // ranks, 16, 16, 64),
-                (32768, 16, 4, 128),
-            ),
+            warmed={
+                "self-test": [(short, 32, 8, 128), (short, 32, 32, 128)],
+                "calibrate": [(32768, 32, 8, 128)],
+                "tables": [(short, 32, 8, 128), *((rows // ranks, 32, 8, 128) for rows in (32768, 131072))],
+                "slow-links": [(short, 16, 16, 64), (16384 // ranks, 16, 16, 64)],
+                "million": [(131072 // ranks, 32, 8, 128)],
+                "train-mesh": [(32768, 16, 4, 128)],
+            },
         )
     if gpus:
         return Scale(
@@ -76,17 +82,20 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             model="--heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16",
             lengths="8192",
             million=2**16,
-            slow="--seq-len 8192 --heads 16 --head-dim 64 --dtype bfloat16",
+            slow="--seq-len 4096 --heads 16 --head-dim 64 --dtype bfloat16",
             rate=250,
             train="--layers 4 --dim 512 --heads 4 --kv-heads 2 --seq-len 16384 --dtype bfloat16",
             blocks="--heads 32 8 --kv-heads 8 2 --rows 1k 2k --head-dim 128",
             transports="symmetric p2p",
             kernel=KERNEL_OF_SHARED_GPUS,  # the blocks of others wait for each other
-            warmed=(
-                *((rows // ranks, 32, 8, 128) for rows in (CHECKED_LENGTH, 8192)),
-                (CHECKED_LENGTH // ranks, 32, 32, 128),
-                *((rows // ranks, 16, 16, 64) for rows in (CHECKED_LENGTH, 8192)),
-            ),
+            warmed={
+                "self-test": [(short, 32, 8, 128), (short, 32, 32, 128)],
+                "calibrate": [(1024, 32, 8, 128)],
+                "tables": [(short, 32, 8, 128), (1024, 32, 8, 128)],
+                "slow-links": [(short, 16, 16, 64), (1024, 16, 16, 64)],
+                "million": [(1024, 32, 8, 128)],
+                "train-mesh": [(1024, 4, 2, 128)],
+            },
         )
     return Scale(
         name="-cpu",
@@ -122,8 +131,9 @@ class Step:
     alone: bool = False
 
 
-def steps(ranks: int, scale: Scale, out: Path) -> list[Step]:
-    """What is run, in order: less than eight minutes by all limits together."""
+def steps(ranks: int, scale: Scale, out: Path, only: Collection[str] = ()) -> list[Step]:
+    """What is run, in order: less than eight minutes by all limits together. ``only`` some, by name; if none
+    are named all."""
     distributed, million = str(HERE / "distributed.py"), str(HERE / "million_tokens.py")
     self_test, train = str(HERE / "self_test.py"), str(TRAIN)
     moved, timed = f"--transport {scale.transports}", f"{scale.timed} --timeout 60"
@@ -155,7 +165,7 @@ def steps(ranks: int, scale: Scale, out: Path) -> list[Step]:
             100,
             60,
         ),
-        ("slow-links", distributed, f"{scale.slow} --no-bare --rounds 3", 40, 50),
+        ("slow-links", distributed, f"{scale.slow} --no-bare --rounds 2", 40, 40),
         ("million", million, f"--seq-len {scale.million} {scale.model} {long_runs} --timeout 100", 75, 75),
         ("train-mesh", train, f"--attention mesh {trained} --steps 10", 70, 40),
         ("train-ring", train, f"--attention ring {trained} --steps 4", 40, 40),
@@ -170,10 +180,19 @@ def steps(ranks: int, scale: Scale, out: Path) -> list[Step]:
         )
         for name, program, options, real, trial in found
     ]
-    if not scale.warmed:
-        return made
-    blocks = [word for block in scale.warmed for word in ("--block", *map(str, block))]
-    return [Step("warm", (str(HERE / "warm.py"), *blocks, *kernel), 29, alone=True), *made]
+    if scale.warmed:
+        made.insert(0, Step("warm", (str(HERE / "warm.py"), *_warming(scale, only), *kernel), 29, alone=True))
+    return [step for step in made if not only or step.name in only]
+
+
+def _warming(scale: Scale, only: Collection[str]) -> Iterator[str]:
+    """The blocks of all steps that are run, each once; full ones too where they are calibrated."""
+    wanted = {name: blocks for name, blocks in scale.warmed.items() if not only or name in only}
+    wanted = wanted or dict(scale.warmed)
+    for block in dict.fromkeys(block for blocks in wanted.values() for block in blocks):
+        yield from ("--block", *map(str, block))
+    for block in wanted.get("calibrate", ()):
+        yield from ("--full-block", *map(str, block))
 
 
 def long_cuts(ranks: int) -> list[str]:

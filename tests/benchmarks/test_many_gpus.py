@@ -51,7 +51,7 @@ def test_every_step_gives_its_program_options_that_it_takes(
         if step.alone:
             assert program == warm.__file__
             parsed = warm.parse(given)
-            assert len(parsed.block) == len(scale.warmed)
+            assert parsed.block and parsed.full_block
         elif program == "-m":
             assert given[:2] == ["meshattn", "calibrate"]
             parsed = cli._parser().parse_args(given[1:])
@@ -95,26 +95,30 @@ def test_kernels_of_all_models_are_compiled_ahead(scale: many_steps.Scale, tmp_p
         return dim, int(said.get("--kv-heads", heads)) < heads
 
     if scale.device == "cuda":
-        warmed = {(dim, kv_heads < heads) for _, heads, kv_heads, dim in scale.warmed}
-        assert warmed == {kinds(text) for text in (scale.model, scale.slow, scale.train)} | {(128, False)}
+        found = {
+            step: {(dim, kv_heads < heads) for _, heads, kv_heads, dim in blocks}
+            for step, blocks in scale.warmed.items()
+        }
+        wanted = {"slow-links": scale.slow, "train-mesh": scale.train}
+        wanted |= dict.fromkeys(("tables", "million", "calibrate"), scale.model)
+        for step, text in wanted.items():
+            assert found[step] == {kinds(text)}, step
+        assert found["self-test"] == {(128, True), (128, False)}
+
+
+def test_only_what_is_run_is_compiled_ahead(tmp_path: Path) -> None:
+    (warmed, _) = many_steps.steps(8, SCALES["real"], tmp_path, ["warm", "slow-links"])
+    assert {block[3] for block in warm.parse(list(warmed.program[1:])).block} == {64}
+    (alone,) = many_steps.steps(8, SCALES["real"], tmp_path, ["warm"])
+    assert {block[3] for block in warm.parse(list(alone.program[1:])).block} == {64, 128}
 
 
 def test_all_kernels_are_compiled_though_one_fails(capfd: pytest.CaptureFixture[str]) -> None:
-    options = [
-        "--device",
-        "cpu",
-        "--kernel",
-        "reference",
-        "--dtype",
-        "float32",
-        "--passes",
-        "alone",
-        "adding",
-    ]
-    assert warm.main([*options, "--block", "17", "3", "3", "8", "--block", "9", "3", "2", "4"]) == 1
+    options = "--device cpu --kernel reference --dtype float32 --full-block 17 3 3 8 --block 9 3 2 4"
+    assert warm.main(options.split(" ")) == 1
     said = capfd.readouterr()
-    assert len(said.out.splitlines()) == 2 and "rows=17, heads=3" in said.out
-    assert "rows=9" in said.err and "rows=17" not in said.err
+    assert len(said.out.splitlines()) == len(warm.FULL) and "rows=17, heads=3" in said.out
+    assert said.err.count("rows=9") == len(warm.CAUSAL) and "rows=17" not in said.err
 
 
 def test_real_ranks_are_torchruns_and_others_those_of_a_virtual_cluster() -> None:
