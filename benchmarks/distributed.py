@@ -61,8 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
         results.append(_measure(case, options, device))
         if dist.get_rank() == 0:
             print(table_of(results[-1]), flush=True)
-    if dist.get_rank() == 0:
-        print(f"written to {write_report(results, Path(options.out), options.commit)}")
+            # After every length: a longer one may be stopped.
+            print(f"written to {write_report(results, Path(options.out), options.commit)}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
