@@ -10,13 +10,23 @@ import torch
 from torch import Tensor
 
 from cases import Inputs, Results
-from meshattn_kernels import Intervals, accumulator_dtype
+from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals, accumulator_dtype
 
 Block = tuple[slice, Intervals]
 """A range of the keys, and which of them each query sees."""
 Accumulator = dict[str, Tensor]
 New = Callable[[Any, Tensor, Tensor, Tensor], Accumulator]
 """An accumulator of a kind, for q and for the keys and values of a block."""
+
+WITHOUT_PAIRS: dict[str, Intervals] = {
+    "no band": BandIntervals(3, 2, 4, 5),
+    "out of reach": BandIntervals(9, UNBOUNDED, 4, 5),
+    "no query": BandIntervals(-UNBOUNDED, UNBOUNDED, 0, 5),
+    "no key": BandIntervals(-UNBOUNDED, UNBOUNDED, 4, 0),
+    "arrays": ArrayIntervals(*torch.tensor([[0, 2, 2, 5], [0, 2, 2, 5]], dtype=torch.int32), 4, 5),
+    "arrays without key": ArrayIntervals(*torch.zeros(2, 4, dtype=torch.int32), 4, 0),
+}
+"""Of blocks of 4 queries and 5 keys."""
 
 
 def nan_accumulator(kernel: Any, kind: str, q: Tensor, k: Tensor, v: Tensor, rows: int) -> Accumulator:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cases import Inputs, Shape, make_inputs
+from key_blocks import WITHOUT_PAIRS
 from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals
 from tolerance import assert_close
 
@@ -155,18 +156,7 @@ def test_padding_of_nan_reaches_nothing(kernel: Kernel, form: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-@pytest.mark.parametrize(
-    "intervals",
-    [
-        BandIntervals(3, 2, 4, 5),
-        BandIntervals(9, UNBOUNDED, 4, 5),
-        BandIntervals(-UNBOUNDED, UNBOUNDED, 0, 5),
-        BandIntervals(-UNBOUNDED, UNBOUNDED, 4, 0),
-        ArrayIntervals(*torch.tensor([[0, 2, 2, 5], [0, 2, 2, 5]], dtype=torch.int32), 4, 5),
-        ArrayIntervals(*torch.zeros(2, 4, dtype=torch.int32), 4, 0),
-    ],
-    ids=["no band", "out of reach", "no query", "no key", "arrays", "arrays without key"],
-)
+@pytest.mark.parametrize("intervals", WITHOUT_PAIRS.values(), ids=WITHOUT_PAIRS)
 def test_a_block_without_pairs_writes_neutral_or_nothing(kernel: Kernel, intervals: Intervals) -> None:
     shape = Shape(B=1, S=4, H=1, H_kv=1, D=16, S_k=5)
     inputs = make_inputs(shape, torch.float32)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cases import Inputs, Results, Shape, dense, make_inputs
-from key_blocks import Block, nan_accumulator, run_over
+from key_blocks import WITHOUT_PAIRS, Block, nan_accumulator, run_over
 from meshattn_kernels import (
     UNBOUNDED,
     ArrayIntervals,
@@ -175,17 +175,7 @@ def test_padding_of_nan_reaches_nothing(dtype: torch.dtype, causal: bool) -> Non
                 assert (beyond == 0).all()
 
 
-@pytest.mark.parametrize(
-    "intervals",
-    [
-        BandIntervals(3, 2, 4, 5),
-        BandIntervals(9, UNBOUNDED, 4, 5),
-        BandIntervals(-UNBOUNDED, UNBOUNDED, 0, 5),
-        BandIntervals(-UNBOUNDED, UNBOUNDED, 4, 0),
-        ArrayIntervals(*torch.tensor([[0, 2, 2, 5], [0, 2, 2, 5]], dtype=torch.int32), 4, 5),
-    ],
-    ids=["no band", "out of reach", "no query", "no key", "arrays"],
-)
+@pytest.mark.parametrize("intervals", WITHOUT_PAIRS.values(), ids=WITHOUT_PAIRS)
 def test_a_block_without_pairs_writes_neutral_or_nothing(intervals: Intervals) -> None:
     shape = Shape(B=1, S=4, H=2, H_kv=1, D=3, S_k=5)
     inputs = Inputs(*(torch.full_like(x, NAN) for x in make_inputs(shape)))
