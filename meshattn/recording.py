@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -101,6 +101,8 @@ class Recorder:
         if self._streams.capturing():  # it goes into a graph of the user's
             return execute()
         transports = program.moving
+        for transport in transports:
+            transport.check()  # here: an error keeps what is at hand, and NCCL waits for the end of graphs
         known = self._entry(program, (work.memory(), *[x.generation for x in transports]))
         if known.recording is None:
             if known.runs < _EAGER_RUNS:
@@ -143,11 +145,14 @@ class Recorder:
         except RuntimeError as error:
             if isinstance(error, (TransportError, torch.OutOfMemoryError)):
                 raise
+            for transport in transports:
+                transport.check()  # a failed exchange may be why
             raise RuntimeError(
                 f"a pass could not be recorded as a CUDA graph ({error}): build the mesh with "
                 "cuda_graphs=False"
             ) from error
-        exchanges = tuple((transport, transport.recorded()) for transport in transports)
+        finally:  # what comes next goes into no graph, also after a failure
+            exchanges = tuple((transport, transport.recorded()) for transport in transports)
         return _Recording(graph, exchanges, self._traffic.take_back(before), kept)
 
     def clear(self) -> None:
@@ -161,7 +166,8 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._beside: Any = None
-        self._pool: Any = None
+        self._pool: Any = None  # scratch of all graphs
+        self._graphs: WeakSet[Any] = WeakSet()  # that use it
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -177,16 +183,22 @@ class CudaStreams:
         if self._beside is None:
             stream: Any = torch.cuda.Stream
             self._beside = stream(self._device)
+        alive = list(self._graphs)  # which another thread may drop, but not before this one shares their pool
+        if not alive:  # PyTorch refuses a pool whose graphs are all gone
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._beside):
             # Other threads may do to the device what they like meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            del alive
             try:
                 execute()
             except BaseException:
+                self._graphs = WeakSet()  # the allocator may not let go of the pool of a broken capture
                 with contextlib.suppress(RuntimeError):  # it only says that the capture is broken
                     graph.capture_end()
+                    graph.reset()
                 raise
             graph.capture_end()
+        self._graphs.add(graph)
         return graph

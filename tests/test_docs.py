@@ -187,10 +187,11 @@ def test_a_topology_in_yaml(tmp_path: Path) -> None:
 def test_the_example_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torchrun starts it, but on ranks that are joined already; then the start of a training step."""
     example, step = PAGES["README.md"]
+    leave = dist.destroy_process_group
 
     def on_rank(_: Any) -> str:
         monkeypatch.setattr(dist, "init_process_group", lambda backend: None)  # in this process alone
-        monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+        monkeypatch.setattr(dist, "destroy_process_group", lambda group=None: group and leave(group))
         with redirect_stdout(StringIO()) as printed:
             example.run({})
         names = taken_for_granted() | {"seq": ma.init_attention_mesh().sequence(S)}

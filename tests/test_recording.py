@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -11,8 +13,8 @@ import pytest
 import torch
 
 from meshattn.program import Program
-from meshattn.recording import Recorder
-from meshattn.transport.base import Message, Traffic, Transport
+from meshattn.recording import CudaStreams, Recorder
+from meshattn.transport.base import Message, Traffic, Transport, TransportError
 from meshattn_kernels.keeping import keep
 
 BYTES = torch.zeros(24, dtype=torch.uint8)
@@ -54,12 +56,18 @@ class _Transport:
         self.traffic = traffic
         self.generation = 0
         self.said: list[str] = []
+        self.failure: str | None = None
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise TransportError(self.failure)
 
     def record(self, forget: Callable[[], None]) -> None:
         self.forget = forget
         self.said.append("record")
 
     def recorded(self) -> str:
+        self.said.append("recorded")
         return "exchanges"
 
     def replay(self, recorded: Any) -> _Transport:
@@ -127,7 +135,7 @@ def test_transports_see_every_replay_begin_and_end() -> None:
     world = _World()
     for _ in range(4):
         world.run()
-    assert world.transport.said == ["record", *["replay exchanges", "enqueued"] * 2]
+    assert world.transport.said == ["record", "recorded", *["replay exchanges", "enqueued"] * 2]
 
 
 @pytest.mark.parametrize("change", ["memory", "program", "generation"])
@@ -201,3 +209,117 @@ def test_a_failed_recording_names_the_way_out() -> None:
     world.run(), world.run()
     with pytest.raises(RuntimeError, match=r"not permitted .* cuda_graphs=False"):
         world.run()
+    assert world.transport.said == ["record", "recorded"], (
+        "or later exchanges would be taken for recorded ones"
+    )
+
+
+def test_a_recording_that_a_lost_peer_breaks_names_the_exchange() -> None:
+    world = _World()
+
+    def broken(execute: Callable[[], None]) -> _Streams:
+        world.transport.failure = "nothing from rank 1"
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    world.streams.recorded = broken  # type: ignore[method-assign]
+    world.run(), world.run()
+    with pytest.raises(TransportError, match="nothing from rank 1"):
+        world.run()
+
+
+def test_an_error_keeps_no_recording() -> None:
+    """Or who handles it would wait without end for NCCL, which waits for the end of the graph."""
+    world = _World()
+    for _ in range(4):
+        world.run()
+    (known,) = world.recorder._known[world.programs[0]].values()
+    recording = weakref.ref(known.recording)
+    del known
+    world.transport.failure = "nothing from rank 1"
+    with pytest.raises(TransportError) as raised:
+        world.run()
+    world.recorder.clear()
+    assert raised.tb is not None and recording() is None
+
+
+class _Cuda:
+    """Graphs that share pools, and what PyTorch's allocator asserts of these."""
+
+    def __init__(self) -> None:
+        self.users: dict[int, int] = {}  # of every pool that there has been
+        self.recorded_to: set[int] = set()
+        self.unjoined = False  # a stream takes part in the capture whose work nobody waits for
+
+    def graph_pool_handle(self) -> int:
+        return len(self.users)
+
+    def CUDAGraph(self) -> _CudaGraph:
+        return _CudaGraph(self)
+
+
+class _CudaGraph:
+    def __init__(self, cuda: _Cuda) -> None:
+        self.cuda = cuda
+        self.pool: int | None = None
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        users = self.cuda.users
+        assert users.get(pool) != 0, "use_count > 0"
+        assert pool not in self.cuda.recorded_to, "already recording to mempool_id"
+        users[pool] = users.get(pool, 0) + 1
+        self.cuda.recorded_to.add(pool)
+        self.begun = pool
+
+    def capture_end(self) -> None:
+        if self.cuda.unjoined:
+            raise RuntimeError("capturing stream has unjoined work")
+        self.cuda.recorded_to.remove(self.begun)
+        self.pool = self.begun
+
+    def reset(self) -> None:
+        if self.pool is not None:
+            self.cuda.users[self.pool] -= 1
+            self.pool = None
+
+    def __del__(self) -> None:
+        self.reset()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> _Cuda:
+    cuda = _Cuda()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", cuda.graph_pool_handle)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", cuda.CUDAGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    return cuda
+
+
+def test_graphs_share_a_pool_and_a_pool_that_none_uses_is_not_used_again(cuda: _Cuda) -> None:
+    """PyTorch allows the first and refuses the second."""
+    streams = CudaStreams(torch.device("cuda", 0))
+    graphs = [streams.recorded(lambda: None) for _ in range(3)]
+    assert cuda.users == {0: 3}
+    del graphs[:2]
+    graphs.append(streams.recorded(lambda: None))
+    assert cuda.users == {0: 2}
+    graphs.clear()
+    graphs.append(streams.recorded(lambda: None))
+    assert cuda.users == {0: 0, 1: 1}
+
+
+@pytest.mark.parametrize("unjoined", [False, True])
+def test_others_are_recorded_after_a_broken_capture(cuda: _Cuda, unjoined: bool) -> None:
+    streams = CudaStreams(torch.device("cuda", 0))
+    graphs = [streams.recorded(lambda: None)]
+
+    def execute() -> None:
+        cuda.unjoined = unjoined
+        raise torch.OutOfMemoryError("a full GPU")
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        streams.recorded(execute)
+    assert raised.tb is not None and (unjoined or cuda.users == {0: 1}), "the error keeps nothing of it"
+    cuda.unjoined = False
+    graphs += [streams.recorded(lambda: None) for _ in range(2)]
+    assert sum(cuda.users.values()) == 3 + unjoined

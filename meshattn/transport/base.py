@@ -208,7 +208,7 @@ class Transport(ABC):
         raise NotImplementedError
 
     def replay(self, recorded: Any) -> Replay:
-        """Called before a graph with these exchanges is launched on the current stream."""
+        """Called before a graph with these exchanges is launched on the current stream, after `check`."""
         raise NotImplementedError
 
     @abstractmethod

@@ -93,6 +93,30 @@ def test_recorded_passes_have_the_bits_of_others(name: str, mask: str) -> None:
     _on_one_rank(check)
 
 
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_recordings_may_all_go_and_others_come(name: str) -> None:
+    """With the sequence that they belong to, or by order of a transport."""
+    kernel = _kernel(name)
+
+    def check(mesh: ma.AttentionMesh, plain_mesh: ma.AttentionMesh) -> None:
+        plain = _Layer(plain_mesh, kernel)
+        for number in range(3):
+            layer = _Layer(mesh, kernel)
+            for seed in range(ROUNDS):
+                assert _equal(layer.run(seed), plain.run(seed)), f"layer {number}, round {seed}"
+            assert layer.recordings >= 2
+            recorder = mesh.recorder(layer.tensors[0].device)
+            assert recorder is not None
+            if number == 1:
+                recorder.clear()
+            del layer
+            gc.collect()
+            torch.cuda.empty_cache()
+            assert recorder.recordings == 0
+
+    _on_one_rank(check)
+
+
 def test_what_differs_from_call_to_call_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout draws other numbers, and long blocks do not need it."""
 
