@@ -16,8 +16,8 @@ that no row vector stays live beside dK and dV; 240 registers are the wall. ``pr
 Those of padding and of rows that see no key start at -inf and give p = 0 without a mask. The factor scale of
 dK and dQ is applied when they are finished.
 
-Four partitions: two of 4 math warps each (backward_math.py), one warp that loads by TMA, one that writes dQ.
-Only the writer waits for other thread blocks (ordered_add.py), in the order of a table (dash, arXiv
+Five partitions: two of 4 math warps each (backward_math.py), one warp that loads by TMA, two that write dQ.
+Only the writers wait for other thread blocks (ordered_add.py), in the order of a table (dash, arXiv
 2601.21824).
 """
 
@@ -27,11 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from meshattn_kernels.hopper.backward_math import LOAD, math_partition_0, math_partition_1
 from meshattn_kernels.hopper.masks import Rows
-from meshattn_kernels.hopper.ordered_add import writer_partition
+from meshattn_kernels.hopper.ordered_add import writer_0, writer_1
 from meshattn_kernels.hopper.shim import aggregate, load_tile, new_barriers, reinterpret
 
 MATH_REGISTERS, WORKER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-"""Of a thread of the math warps, and of the load and the writer warp."""
+"""Of a thread of the math warps, and of the load and the writer warps."""
 
 
 @aggregate
@@ -51,8 +51,8 @@ class Memory:
     q_full: gl.shared_memory_descriptor  # [STAGES, 1]
     q_empty: gl.shared_memory_descriptor  # [STAGES, 1]
     ds_full: gl.shared_memory_descriptor  # [STAGES, 1]
-    dq_full: gl.shared_memory_descriptor
-    dq_empty: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor  # [2, 1], for steps of even and of odd number
+    dq_empty: gl.shared_memory_descriptor  # [2, 1]
 
     @gluon.constexpr_function
     def __init__(
@@ -185,7 +185,7 @@ def backward_kernel(
         gl.allocate_shared_memory(gl.float32, [2, 64, 64], DQ_LAYOUT),
         new_barriers(1, 1).index(0), new_barriers(1, 2).index(0),
         new_barriers(STAGES, 1), new_barriers(STAGES, 2), new_barriers(STAGES, 2),
-        new_barriers(1, 2).index(0), new_barriers(1, 1).index(0),
+        new_barriers(2, 2), new_barriers(2, 1),
     )  # fmt: skip
     rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
     gradients = Gradients(
@@ -200,6 +200,8 @@ def backward_kernel(
                             HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, PARTS)),
         (load_partition, (q_desc, do_desc, k_desc, v_desc, init_desc, worker_start, tasks, steps,
                           heads, kv_heads, num_q_tiles, num_rows, memory)),
-        (writer_partition, (dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
-                            FIRST_DQ, ORDERED)),
-    ], [4, 1, 1], [MATH_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
+        (writer_0, (dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
+                    FIRST_DQ, ORDERED)),
+        (writer_1, (dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
+                    FIRST_DQ, ORDERED)),
+    ], [4, 1, 1, 1], [MATH_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip

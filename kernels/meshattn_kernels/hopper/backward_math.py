@@ -366,10 +366,10 @@ def math_partition(
                     common_end, exp2_scale, MASK,
                 )  # fmt: skip
                 mbarrier.arrive(memory.q_empty.index(stage), count=1)
-            mbarrier.wait(memory.dq_empty, (step & 1) ^ 1)
+            mbarrier.wait(memory.dq_empty.index(stage), parity)
             reinterpret(memory.dq.index(INDEX), [64, 64], DQ_SHARED).store(dq)
             fence_async_shared()
-            mbarrier.arrive(memory.dq_full, count=1)
+            mbarrier.arrive(memory.dq_full.index(stage), count=1)
             if Q_HALVES == 1:
                 dk = warpgroup_mma_wait(0, deps=[dk])
                 mbarrier.arrive(memory.q_empty.index(stage), count=1)

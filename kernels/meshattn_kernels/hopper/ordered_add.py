@@ -3,7 +3,7 @@
 
 Every tile of dq receives one contribution from each tile of keys that it sees, computed by different thread
 blocks. They are added to fp32 memory by TMA in a fixed order: counter[head, query tile] holds the turn that
-is due. One warp of each block does nothing else, so a wait never stops the tensor cores until the one buffer
+is due. Two warps of each block do nothing else, so a wait never stops the tensor cores until the one buffer
 is needed again.
 
 An addition is published by release only after it has landed in memory, which ``store_wait`` does not say: it
@@ -106,12 +106,16 @@ def half_of_tile(dq_desc, memory, q_tile, INDEX: gl.constexpr):
 
 @gluon.jit
 def writer_partition(
-    dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
+    NUMBER: gl.constexpr, dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
     FIRST: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """One warp: adds each tile of dq to global memory when its turn has come."""
+    """One warp of two, for steps of even or of odd number: adds a tile of dq to global memory when its turn
+    has come. From the look at the counter to the release takes about as long as a step, so one begins while
+    the other still waits for its addition to land."""
     worker = gl.program_id(0)
     step = 0
+    if NUMBER == 1:  # each frees the buffer for the other's next step, and this one for step 0 as well
+        mbarrier.arrive(memory.dq_empty.index(0), count=1)
     for task in range(gl.load(worker_start + worker), gl.load(worker_start + worker + 1)):
         head = gl.load(tasks + task * 8)
         first_step = gl.load(tasks + task * 8 + 3)
@@ -121,22 +125,41 @@ def writer_partition(
             q_tile = entry & 0xFFFF
             turn = entry >> 16
             entry = gl.load(steps + first_step + t + 1)  # ahead of its use: the table is padded at its end
-            counter = counters + head * num_q_tiles + q_tile
-            mbarrier.wait(memory.dq_full, step & 1)
-            if ORDERED:
-                wait_for_turn(counter, turn, mailbox)
-            for index in gl.static_range(2):
-                source, row, segment = half_of_tile(dq_desc, memory, q_tile, index)
-                if FIRST and ORDERED:
-                    if turn == 0:  # the first turn overwrites: dq needs no zero fill
-                        tma.async_copy_shared_to_global(dq_desc, [head, row, segment, 0], source)
+            if step & 1 == NUMBER:
+                counter = counters + head * num_q_tiles + q_tile
+                mbarrier.wait(memory.dq_full.index(NUMBER), (step >> 1) & 1)
+                if ORDERED:
+                    wait_for_turn(counter, turn, mailbox)
+                for index in gl.static_range(2):
+                    source, row, segment = half_of_tile(dq_desc, memory, q_tile, index)
+                    if FIRST and ORDERED:
+                        if turn == 0:  # the first turn overwrites: dq needs no zero fill
+                            tma.async_copy_shared_to_global(dq_desc, [head, row, segment, 0], source)
+                        else:
+                            tma_reduce_add(dq_desc, [head, row, segment, 0], source)
                     else:
                         tma_reduce_add(dq_desc, [head, row, segment, 0], source)
-                else:
-                    tma_reduce_add(dq_desc, [head, row, segment, 0], source)
-            tma.store_wait(0)  # shared memory has been read: the buffer is free
-            mbarrier.arrive(memory.dq_empty, count=1)
-            if ORDERED:
-                finish_turn(counter, turn + 1)
+                tma.store_wait(0)  # shared memory has been read: the buffer is free
+                mbarrier.arrive(memory.dq_empty.index(1 - NUMBER), count=1)
+                if ORDERED:
+                    finish_turn(counter, turn + 1)
             step += 1
     tma.store_wait(0)
+
+
+@gluon.jit
+def writer_0(
+    dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
+    FIRST: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    writer_partition(0, dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
+                     FIRST, ORDERED)  # fmt: skip
+
+
+@gluon.jit
+def writer_1(
+    dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
+    FIRST: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    writer_partition(1, dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
+                     FIRST, ORDERED)  # fmt: skip
