@@ -102,16 +102,19 @@ def forward(
     head_dim_v = head_dim_v or head_dim
     d_tile, dv_tile = head_tile(head_dim), head_tile(head_dim_v)
     tiling = plans._FORWARD[max(d_tile, dv_tile), mask]
+    staged = not first and plans.has_room_for_out(tiling, d_tile, dv_tile)
     types = {
         "q_desc": tile(dtype, 1, 1, 64, d_tile),
         "k_desc": tile(dtype, 1, 1, KV_TILE, d_tile),
         "v_desc": tile(dtype, 1, 1, KV_TILE, dv_tile),
+        "earlier_desc": tile("fp32", 1, 1, 64, dv_tile) if staged else tile(dtype, 1, 1, KV_TILE, d_tile),
         "out_ptr": f"*{dtype}" if finished else "*fp32",
     }
     constants = {
         "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
         "HEAD_DIM_V": head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs,
         "TOGETHER": tiling.together, "MASK": mask, "FIRST": first, "PARTS": parts,
+        "STAGED": staged,
     }  # fmt: skip
     name = f"forward {dtype} D{head_dim} D_v{head_dim_v} {MASKS[mask]} {'first' if first else 'merge'}"
     name += " parts" * parts + " finished" * finished

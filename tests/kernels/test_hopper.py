@@ -221,10 +221,38 @@ def test_merging_blocks(head_dim: int, heads: tuple[int, int]) -> None:
     blocks: list[Block] = [(slice(a, b), BandIntervals(a, UNBOUNDED, 450, b - a)) for a, b in cuts]
     blocks[1] = (blocks[1][0], as_arrays(lambda _: blocks[1][1])(shape))
     grown = Run(hopper(), scale)(inputs, blocks)
+    for workers in (1, 7):  # which have many tasks each
+        again = Run(hopper(workers=workers), scale)(inputs, blocks)
+        assert all(torch.equal(x, y) for x, y in zip(again, grown, strict=True)), f"workers {workers}"
     back = torch.cat([torch.arange(*cut) for cut in cuts]).argsort().to(DEVICE)
     grown = grown._replace(dk=grown.dk[:, back], dv=grown.dv[:, back])
     for name in Results._fields:
         assert_close(name, getattr(grown, name), getattr(oracle, name), getattr(eager, name))
+
+
+@pytest.mark.parametrize("rule", [full, window, random_arrays], ids=["full", "window", "random"])
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
+def test_merging_with_what_outweighs_it(head_dim: int, rule: Rule) -> None:
+    """The second block counts for nearly nothing in half of the heads, the first one in the others. Rows that
+    see nothing in one of them, and unused rows behind them, are as they were."""
+    shape = Shape(B=1, S=901, H=4, H_kv=2, D=head_dim, S_k=640)
+    q, k, v, do = on_gpu(shape)
+    k[:, 384:, 0] *= 6
+    k[:, :384, 1] *= 6
+    inputs, scale = Inputs(q, k, v, do), 0.2
+    visible = pairs(rule(shape), shape)
+    oracle, eager = (dense(inputs, visible, scale, dtype) for dtype in (torch.float64, torch.bfloat16))
+    blocks: list[Block] = []
+    for cut in (slice(384, 640), slice(0, 384)):
+        start, end = rule(shape).bounds(shape.S)
+        size = cut.stop - cut.start
+        clipped = ((bound - cut.start).clamp(0, size).int() for bound in (start, end))
+        blocks.append((cut, ArrayIntervals(*clipped, shape.S, size)))
+    merged = Run(hopper(), scale)(inputs, blocks)
+    for name in ("out", "lse", "dq"):
+        assert_close(name, getattr(merged, name), getattr(oracle, name), getattr(eager, name))
+    few = Run(hopper(workers=3), scale)(inputs, blocks)
+    assert all(torch.equal(x, y) for x, y in zip(few, merged, strict=True))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

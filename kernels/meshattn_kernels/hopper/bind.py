@@ -62,19 +62,21 @@ def bind_forward(
     out_parts, lse_parts = torch.split(scratch, list(plan.scratch_sizes))
     n_q, n_k, mask, tiling = intervals.n_q, intervals.n_k, plan.mask, plan.tiling
     d_tile, dv_tile = head_tile(call.head_dim), head_tile(call.head_dim_v)
+    earlier = (out, n_q, CONSUMER_ROWS, dv_tile) if plan.staged else (k, n_k, KV_TILE, d_tile)  # unused
     launch = _forward.bind(
         call.device,
         plan.workers,
         (
             tiles_of(q, n_q, CONSUMER_ROWS, d_tile), tiles_of(k, n_k, KV_TILE, d_tile),
-            tiles_of(v, n_k, KV_TILE, dv_tile), out, lse, out_parts, lse_parts, mask.start, mask.end,
-            plan.worker_start, plan.tasks,
+            tiles_of(v, n_k, KV_TILE, dv_tile), tiles_of(*earlier), out, lse, out_parts, lse_parts,
+            mask.start, mask.end, plan.worker_start, plan.tasks,
             mask.lo, mask.hi, n_q, n_k, call.rows_q, call.heads, scale,
         ),
         {
             "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
             "HEAD_DIM_V": call.head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs,
             "TOGETHER": tiling.together, "MASK": mask.kind, "FIRST": call.first, "PARTS": plan.num_parts > 0,
+            "STAGED": plan.staged,
         },
         q.dtype,
         out.dtype,

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# ruff: noqa: SIM113 - no enumerate here
+# ruff: noqa: SIM102, SIM113 - conditions on constants stand alone; no enumerate here
 """Attention forward for Hopper: one persistent kernel that merges a block of keys into out and lse.
 
 A task is one block of query rows of one head: 64 rows for each consumer. A consumer is a partition of its
@@ -31,16 +31,25 @@ class Memory:
     k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
+    earlier: gl.shared_memory_descriptor  # fp32 [CONSUMERS, 64, DV_TILE]; with its barriers only if STAGED
+    earlier_full: gl.shared_memory_descriptor
+    earlier_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty):
+    def __init__(
+        self, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, earlier, earlier_full, earlier_empty
+    ):
         self.q, self.k, self.v = q, k, v
         self.q_full, self.q_empty, self.k_full, self.k_empty = q_full, q_empty, k_full, k_empty
         self.v_full, self.v_empty = v_full, v_empty
+        self.earlier, self.earlier_full, self.earlier_empty = earlier, earlier_full, earlier_empty
 
 
 @gluon.jit
-def load_partition(q_desc, k_desc, v_desc, worker_start, tasks, memory, TOGETHER: gl.constexpr):
+def load_partition(
+    q_desc, k_desc, v_desc, earlier_desc, worker_start, tasks, memory,
+    TOGETHER: gl.constexpr, STAGED: gl.constexpr,
+):  # fmt: skip
     CONSUMERS: gl.constexpr = memory.q.shape[0]
     D_TILE: gl.constexpr = memory.q.shape[2]
     DV_TILE: gl.constexpr = memory.v.shape[2]
@@ -87,7 +96,24 @@ def load_partition(q_desc, k_desc, v_desc, worker_start, tasks, memory, TOGETHER
                 reinterpret(memory.v.index(stage), [1, 1, KV_TILE, DV_TILE], v_desc.layout),
             )  # fmt: skip
             step += 1
+            if STAGED:  # not sooner: the room is free when the last task is done, and tiles must not wait
+                if i == gl.minimum(STAGES, num_tiles) - 1:
+                    load_earlier(earlier_desc, batch, head, block, task_number, memory)
         task_number += 1
+
+
+@gluon.jit
+def load_earlier(earlier_desc, batch, head, block, task_number, memory):
+    """What earlier blocks left of out in the rows of a task."""
+    CONSUMERS: gl.constexpr = memory.q.shape[0]
+    DV_TILE: gl.constexpr = memory.v.shape[2]
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.wait(memory.earlier_empty.index(c), (task_number & 1) ^ 1)
+        mbarrier.expect(memory.earlier_full.index(c), ROWS * DV_TILE * 4)
+        load_tile(
+            earlier_desc, [batch, head, (block * CONSUMERS + c) * ROWS, 0], memory.earlier_full.index(c),
+            reinterpret(memory.earlier.index(c), [1, 1, ROWS, DV_TILE], earlier_desc.layout),
+        )  # fmt: skip
 
 
 @gluon.jit(
@@ -95,22 +121,33 @@ def load_partition(q_desc, k_desc, v_desc, worker_start, tasks, memory, TOGETHER
     do_not_specialize_on_alignment=["lse_ptr", "lse_parts", "start_ptr", "end_ptr", "worker_start", "tasks"],
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, out_parts, lse_parts, start_ptr, end_ptr, worker_start, tasks,
+    q_desc, k_desc, v_desc, earlier_desc, out_ptr, lse_ptr, out_parts, lse_parts,
+    start_ptr, end_ptr, worker_start, tasks,
     lo, hi, n_q, n_k, num_rows, heads, scale,
     CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr,
-    MASK: gl.constexpr, FIRST: gl.constexpr, PARTS: gl.constexpr,
+    MASK: gl.constexpr, FIRST: gl.constexpr, PARTS: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is read as
-    zero. PARTS: some tasks have some of the keys of their rows only; join.py puts these parts together."""
+    zero. PARTS: some tasks have some of the keys of their rows only; join.py puts these parts together.
+    STAGED, if there is an accumulator to merge with: TMA brings what it holds by ``earlier_desc`` (like q's)
+    to shared memory meanwhile, so that no task waits for memory at its end; else that is not read."""
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT)
+    q_full = new_barriers(CONSUMERS, 1)
+    earlier, earlier_full, earlier_empty = q, q_full, q_full
+    if STAGED:
+        FP32_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+        earlier = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, DV_TILE], FP32_LAYOUT)
+        earlier_full, earlier_empty = new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1)
     memory = Memory(
-        gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT),
+        q,
         gl.allocate_shared_memory(k_desc.dtype, [STAGES, KV_TILE, D_TILE], TILE_LAYOUT),
         gl.allocate_shared_memory(v_desc.dtype, [STAGES, KV_TILE, DV_TILE], TILE_LAYOUT),
-        new_barriers(CONSUMERS, 1), new_barriers(CONSUMERS, 1),
+        q_full, new_barriers(CONSUMERS, 1),
         new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS),
         new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS),
+        earlier, earlier_full, earlier_empty,
     )  # fmt: skip
     rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
     output = Output(out_ptr, lse_ptr, out_parts, lse_parts, num_rows, heads)
@@ -119,18 +156,20 @@ def forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consumer_0, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)),
+                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
             (consumer_1, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)),
-            (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory, TOGETHER)),
+                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
+            (load_partition, (q_desc, k_desc, v_desc, earlier_desc, worker_start, tasks, memory,
+                              TOGETHER, STAGED)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer_0, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)),
+                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
             (consumer_1, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)),
+                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
             (consumer_2, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)),
-            (load_partition, (q_desc, k_desc, v_desc, worker_start, tasks, memory, TOGETHER)),
+                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
+            (load_partition, (q_desc, k_desc, v_desc, earlier_desc, worker_start, tasks, memory,
+                              TOGETHER, STAGED)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

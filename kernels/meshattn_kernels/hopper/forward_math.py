@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from meshattn_kernels.hopper.masks import FULL, common_keys, row_ends, row_starts
+from meshattn_kernels.hopper.masks import FULL, common_keys, row_ends, row_starts, seen_keys
 from meshattn_kernels.hopper.output import ROWS, lse_addresses, out_addresses, store_part
 from meshattn_kernels.hopper.shim import LN2, LOG2E
 
@@ -62,6 +62,21 @@ def release_values(memory, step, TOGETHER: gl.constexpr):
         mbarrier.arrive(memory.k_empty.index(step % memory.k.shape[0]), count=1)
     else:
         mbarrier.arrive(memory.v_empty.index(step % memory.k.shape[0]), count=1)
+
+
+@gluon.jit
+def pass_over(memory, step, count, TOGETHER: gl.constexpr):
+    """Release the keys and values of some steps unread. Only when they are there: a stage must not be
+    released for the second time before the others have released it for the first."""
+    STAGES: gl.constexpr = memory.k.shape[0]
+    for _i in range(count):
+        wait_for_keys(memory, step)
+        release_keys(memory, step, TOGETHER)
+        if not TOGETHER:
+            mbarrier.wait(memory.v_full.index(step % STAGES), (step // STAGES) & 1)
+        release_values(memory, step, TOGETHER)
+        step += 1
+    return step
 
 
 @gluon.jit
@@ -143,17 +158,10 @@ def online_softmax(
 
 
 @gluon.jit
-def read_earlier(lse_at, lse_mask, out_at, out_mask):
-    """What earlier blocks left: maximum in base 2, which stands for their log-sum-exp, and out."""
-    lse = gl.load(lse_at, mask=lse_mask, other=float("-inf"))
-    return lse * LOG2E, gl.load(out_at, mask=out_mask, other=0.0)
-
-
-@gluon.jit
 def consumer(
     INDEX: gl.constexpr, output, rows, worker_start, tasks, scale, memory,
     HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr, PARTS: gl.constexpr,
+    FIRST: gl.constexpr, PARTS: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     """64 query rows of each task. CARRY_PROBS: P is carried from step to step and P V of a step runs during
     the softmax of the next. Otherwise the scores are carried, Q K^T of the next step and P V of this one are
@@ -173,8 +181,11 @@ def consumer(
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and CARRY_PROBS
     KEYS_EARLY: gl.constexpr = CONSUMERS == 3
     LAZY_MAX: gl.constexpr = not Q_IN_REGISTERS  # 1 to 3 % faster, but 2 % slower there
+    # Tiles that only other consumers of the block see: the first ones or the last, in the order of visits.
+    # Where a block is no longer than a tile there are few, and it costs more than it saves.
+    PASSES_OVER: gl.constexpr = MASK != FULL and CONSUMERS * ROWS > KV_TILE
     # While the last product runs, if no mask of columns takes the registers for that.
-    READ_EARLY: gl.constexpr = HEAD_DIM_V == DV_TILE
+    EARLY: gl.constexpr = HEAD_DIM_V == DV_TILE
     exp2_scale = scale * LOG2E
     worker = gl.program_id(0)
     step = 0
@@ -185,7 +196,17 @@ def consumer(
         first_tile = gl.load(task_row + 4)
         num_tiles = gl.load(task_row + 5)
         common_start, common_end = common_keys(rows, first_row, ROWS, MASK)
-        key = (first_tile + num_tiles - 1) * KV_TILE
+        hidden_last = 0
+        if PASSES_OVER:
+            seen_start, seen_end = seen_keys(rows, first_row, ROWS, MASK)
+            seen_tiles = (gl.maximum(seen_end, 0) + (KV_TILE - 1)) // KV_TILE - first_tile
+            hidden_first = gl.minimum(gl.maximum(num_tiles - seen_tiles, 0), num_tiles - 1)
+            step = pass_over(memory, step, hidden_first, TOGETHER)
+            num_tiles -= hidden_first
+            hidden_last = gl.maximum(seen_start, 0) // KV_TILE - first_tile
+            hidden_last = gl.minimum(gl.maximum(hidden_last, 0), num_tiles - 1)
+            num_tiles -= hidden_last
+        key = (first_tile + hidden_last + num_tiles - 1) * KV_TILE
         mbarrier.wait(memory.q_full.index(INDEX), task_number & 1)
         q = memory.q.index(INDEX)
         if Q_IN_REGISTERS:
@@ -252,18 +273,27 @@ def consumer(
             if part > 0:  # stored beside the accumulator, none of whose rows it touches
                 written = 0
         lse_at, lse_mask = lse_addresses(output, task_row, first_row, written, S_ROW)
-        if READ_EARLY:
+        if not FIRST:
+            old_max = gl.load(lse_at, mask=lse_mask, other=float("-inf")) * LOG2E
+        if EARLY:
             out_at, out_mask = out_addresses(output, task_row, first_row, written, HEAD_DIM_V, O_LAYOUT)
-            if not FIRST:
-                old_max, old_out = read_earlier(lse_at, lse_mask, out_at, out_mask)
+            if not FIRST and not STAGED:
+                old_out = gl.load(out_at, mask=out_mask, other=0.0)
         out = warpgroup_mma_wait(0, deps=[out])
         release_values(memory, step, TOGETHER)
+        if STAGED:
+            mbarrier.wait(memory.earlier_full.index(INDEX), task_number & 1)
+            old_out = memory.earlier.index(INDEX).load(O_LAYOUT)
+            fence_async_shared()  # TMA writes the next rows there
+            mbarrier.arrive(memory.earlier_empty.index(INDEX), count=1)
         step += 1
+        if PASSES_OVER:
+            step = pass_over(memory, step, hidden_last, TOGETHER)
         task_number += 1
-        if not READ_EARLY:
+        if not EARLY:
             out_at, out_mask = out_addresses(output, task_row, first_row, written, HEAD_DIM_V, O_LAYOUT)
-            if not FIRST:
-                old_max, old_out = read_earlier(lse_at, lse_mask, out_at, out_mask)
+            if not FIRST and not STAGED:
+                old_out = gl.load(out_at, mask=out_mask, other=0.0)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), S_ROW)
         row_sum = gl.where(first_row + gl.arange(0, ROWS, layout=S_ROW) < rows.n_q, row_sum, 0.0)
         if not FIRST:
@@ -286,27 +316,27 @@ def consumer(
 def consumer_0(
     output, rows, worker_start, tasks, scale, memory,
     HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr, PARTS: gl.constexpr,
+    FIRST: gl.constexpr, PARTS: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     consumer(0, output, rows, worker_start, tasks, scale, memory,
-             HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)  # fmt: skip
+             HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)  # fmt: skip
 
 
 @gluon.jit
 def consumer_1(
     output, rows, worker_start, tasks, scale, memory,
     HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr, PARTS: gl.constexpr,
+    FIRST: gl.constexpr, PARTS: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     consumer(1, output, rows, worker_start, tasks, scale, memory,
-             HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)  # fmt: skip
+             HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)  # fmt: skip
 
 
 @gluon.jit
 def consumer_2(
     output, rows, worker_start, tasks, scale, memory,
     HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr, PARTS: gl.constexpr,
+    FIRST: gl.constexpr, PARTS: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
     consumer(2, output, rows, worker_start, tasks, scale, memory,
-             HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS)  # fmt: skip
+             HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)  # fmt: skip

@@ -53,6 +53,20 @@ def common_keys(rows, first, ROWS: gl.constexpr, MASK: gl.constexpr):
 
 
 @gluon.jit
+def seen_keys(rows, first, ROWS: gl.constexpr, MASK: gl.constexpr):
+    """Start and end of the keys that any of the rows first .. first + ROWS - 1 sees; an end of 0 if they are
+    all padding."""
+    last = gl.minimum(first + ROWS, rows.n_q) - 1
+    if MASK == ARRAY:
+        begin = gl.load(rows.start + gl.minimum(first, rows.n_q - 1))
+        end = gl.load(rows.end + last)
+    else:
+        begin = first - rows.hi
+        end = gl.minimum(last + 1 - rows.lo, rows.n_k)
+    return begin, gl.where(first < rows.n_q, end, 0)
+
+
+@gluon.jit
 def row_starts(rows, row, MASK: gl.constexpr):
     """Start of each row of a vector. Of padding rows it means nothing."""
     if MASK == ARRAY:

@@ -25,6 +25,8 @@ FULL, BAND, ARRAY = 0, 1, 2
 
 KV_TILE = 128
 CONSUMER_ROWS = 64
+SHARED_BYTES, BARRIER_BYTES = 227 * 1024, 1024
+"""Shared memory of a thread block, and of it more than enough for barriers."""
 HEADS_IN_FLIGHT = 4
 """Heads that the forward works on together: enough blocks for all workers, few enough for the L2 cache."""
 TASK_COST = 1.5
@@ -54,6 +56,12 @@ _FORWARD = {  # (greater head tile, kind of mask): measured best, but for ARRAY,
     (64, BAND): ForwardTiling(consumers=3, stages=3, carry_probs=True),
     (64, ARRAY): ForwardTiling(consumers=3, stages=2, carry_probs=False),
 }
+
+
+def has_room_for_out(tiling: ForwardTiling, d_tile: int, dv_tile: int) -> bool:
+    """Whether a block of out fits into shared memory beside the tiles of q, k and v."""
+    tiles = 2 * tiling.block * d_tile + 2 * tiling.stages * KV_TILE * (d_tile + dv_tile)
+    return tiles + 4 * tiling.block * dv_tile + BARRIER_BYTES <= SHARED_BYTES
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,12 @@ class ForwardPlan:
     joins: Tensor
     """The blocks that are put together from parts: see ``join.join_parts_kernel``."""
     num_parts: int
+
+    @property
+    def staged(self) -> bool:
+        """Whether what earlier blocks left of out goes by way of shared memory."""
+        d_tile, dv_tile = head_tile(self.call.head_dim), head_tile(self.call.head_dim_v)
+        return not self.call.first and has_room_for_out(self.tiling, d_tile, dv_tile)
 
     @cached_property
     def scratch_sizes(self) -> tuple[int, int]:
