@@ -21,7 +21,7 @@ import torch
 
 from meshattn.transport.exchange import Region
 
-COMPUTE, COMM = 11, 12
+COMPUTE, COMM, IN_GRAPH = 11, 12, 13
 
 
 def read_word(address: int) -> int:
@@ -125,10 +125,12 @@ class Tape:
         return joined == last
 
     def replay(self) -> None:
-        # Events of a graph are its own: outside they may mean something else by now.
+        # Events of a graph are its own: outside they may mean something else by now. So are its branches,
+        # which do not come behind what is on the stream that they were recorded on.
         outside, self.ops.events = self.ops.events, [[True] for _ in self.ops.events]
         for method, args in self.recorded:
-            method(self.ops, *args)
+            at = 1 if method.__name__ == "record" else 0
+            method(self.ops, *args[:at], IN_GRAPH if args[at] == COMM else args[at], *args[at + 1 :])
         self.ops.events = outside
 
 

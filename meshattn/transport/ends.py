@@ -115,8 +115,12 @@ class Replaying:
         return event
 
     def enqueued(self) -> None:
-        self._done = self._recorded_event()
-        self._engine.watch.add(self)
+        engine, behind = self._engine, self._recorded_event()
+        comm = engine.ops.comm_stream
+        engine.ops.wait_event(comm, behind)
+        engine.ops.record(behind, comm)  # not before exchanges that began beside it: the watch goes in order
+        self._done = behind
+        engine.watch.add(self)
 
     @property
     def failure(self) -> str:

@@ -3,10 +3,14 @@ gone."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+from torch import Tensor
 
 from fake_streams import SharedMemory, Tape, World
+from meshattn.transport.base import Handle, Message
 from shuffled_ranks import CPU, NBYTES, Rank, ring_pass, run_ring
 from waiting import eventually
 
@@ -79,3 +83,40 @@ def test_recorded_ends_hold_no_memory() -> None:
     _, ends = _graph(members[0], 2, 2, [], 0)
     assert isinstance(ends, tuple) and len(ends) == 4
     assert not any(isinstance(value, torch.Tensor) for end in ends for value in vars(end).values())
+
+
+def _swap(member: Rank, peer: int, axis: str, sent: Tensor, received: Tensor) -> Handle:
+    message = Message("forward", axis, "inward", f"forward, {axis}", peer, peer)
+    return member.transport.start(message, [sent], [received])
+
+
+def test_a_pass_that_ends_hides_no_exchange_beside_it() -> None:
+    """That of a head axis, whose peer is gone, beside the pass of a group of heads, whose peer is not."""
+    world, memory = World(5), SharedMemory(3)
+    here, _, there = (Rank(world, memory, r, 3, timeout=TIMEOUT) for r in range(3))
+    sent = torch.zeros(NBYTES, dtype=torch.uint8)
+    buffers = [
+        [member.transport.buffers(axis, "inward", NBYTES, 1, CPU)[0] for axis in ("heads", "col")]
+        for member in (here, there)
+    ]
+
+    def swap(member: Rank, peer: int, received: Tensor) -> None:
+        handle = _swap(member, peer, "col", sent, received)
+        handle.wait()
+        handle.release()
+
+    here.transport.record(lambda: None)
+    tape = here.ops.record_tape(lambda: swap(here, 2, buffers[0][1]))
+    recorded = here.transport.recorded()
+    beside = _swap(here, 1, "heads", sent, buffers[0][0])
+    replay = here.transport.replay(recorded)
+    tape.replay()
+    replay.enqueued()
+    swap(there, 0, buffers[1][1])
+    assert not world.run(), "rank 1 is gone"
+    time.sleep(TIMEOUT / 4)  # the watch looks several times
+    beside.wait()
+    assert not world.run()
+    assert eventually(lambda: here.engine.watch.failure is not None, 10)
+    assert "heads: rank 11" in str(here.engine.watch.failure)
+    assert eventually(world.run, 3), "the watch lets go of all that waits"
