@@ -9,8 +9,9 @@ or fills is found again by its key; what a kernel needs beside that is scratch i
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -160,6 +161,19 @@ class Recorder:
         self._known = WeakKeyDictionary()
 
 
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """It may find memory that other ranks have mapped, of a mesh that was dropped, which no capture allows to
+    be given back."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class CudaStreams:
     """`Streams` of a CUDA device, which is the current one."""
 
@@ -187,7 +201,7 @@ class CudaStreams:
         if not alive:  # PyTorch refuses a pool whose graphs are all gone
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._beside):
+        with torch.cuda.stream(self._beside), _without_garbage_collection():
             # Other threads may do to the device what they like meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             del alive

@@ -1,4 +1,8 @@
-"""The ends of exchanges by copy engines: what the watch looks at, one by one or all of a CUDA graph."""
+"""The ends of exchanges by copy engines: what the watch looks at, one by one or all of a CUDA graph.
+
+None of them holds a tensor: the watch drops them in a thread of its own, where memory that other ranks have
+mapped must not be given back. A capture may be under way.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,34 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshattn.transport.exchange import CopyEngine, Exchange
+    from meshattn.transport.base import Message
+    from meshattn.transport.exchange import CopyEngine
 
 Fill = tuple[int, int]
 """Address and size of memory."""
 
 
 class End:
-    """What the watch looks at: an event behind one half of an exchange, and others that end no later."""
+    """One half of an exchange: an event behind it, and others that end no later.
 
-    def __init__(self, exchange: Exchange, done: int, *others: int | None) -> None:
-        self._exchange = exchange
+    Args:
+        fills: the memory of what comes or goes.
+        word: address of the flag that is waited for, if any.
+    """
+
+    def __init__(
+        self,
+        engine: CopyEngine,
+        message: Message,
+        fills: Sequence[Fill],
+        word: int | None,
+        done: int,
+        *others: int | None,
+    ) -> None:
+        self._engine = engine
+        self._message = message
+        self.fills = fills
+        self.word = word
         self._done = done
         self._others = [event for event in others if event is not None]
 
@@ -25,28 +46,18 @@ class End:
     def failure(self) -> str:
         raise NotImplementedError
 
-    @property
-    def fills(self) -> Sequence[Fill]:
-        """The memory of what does not come or go."""
-        raise NotImplementedError
-
-    @property
-    def word(self) -> int | None:
-        """Address of the flag that is waited for, if any."""
-        raise NotImplementedError
-
     def has_begun(self) -> bool:
         """The communication stream comes to it when all that was added before it is done."""
         return True
 
     def is_done(self) -> bool:
-        return self._exchange.engine.ops.is_done(self._done)
+        return self._engine.ops.is_done(self._done)
 
     def let_go(self) -> None:
-        self._exchange.engine.let_go(self.fills, self.word)
+        self._engine.let_go(self.fills, self.word)
 
     def recycle(self) -> None:
-        self._exchange.engine.recycle(*self._others)
+        self._engine.recycle(*self._others)
 
 
 class Sending(End):
@@ -55,19 +66,11 @@ class Sending(End):
 
     @property
     def failure(self) -> str:
-        message = self._exchange.message
-        return f"{message.label}: rank {self._exchange.engine.names[message.to]} did not take it"
-
-    @property
-    def fills(self) -> Sequence[Fill]:
-        return self._exchange.sources
-
-    @property
-    def word(self) -> int:
-        return self._exchange.place.granted
+        message = self._message
+        return f"{message.label}: rank {self._engine.names[message.to]} did not take it"
 
     def has_begun(self) -> bool:
-        return all(map(self._exchange.engine.ops.is_done, self._others))
+        return all(map(self._engine.ops.is_done, self._others))
 
 
 class Receiving(End):
@@ -75,25 +78,17 @@ class Receiving(End):
 
     @property
     def failure(self) -> str:
-        message = self._exchange.message
-        return f"{message.label}: nothing from rank {self._exchange.engine.names[message.source]}"
-
-    @property
-    def fills(self) -> Sequence[Fill]:
-        return [(part.data_ptr(), part.nbytes) for part in self._exchange.recv or ()]
-
-    @property
-    def word(self) -> int | None:
-        return None if self._exchange.recv is None else self._exchange.place.ready
+        message = self._message
+        return f"{message.label}: nothing from rank {self._engine.names[message.source]}"
 
     def recycle(self) -> None:
         super().recycle()
-        self._exchange.engine.recycle(self._done)
+        self._engine.recycle(self._done)
 
 
 @dataclass(frozen=True)
 class RecordedEnd:
-    """One half of an exchange in a graph. It holds no tensor: memory may go before the graph does."""
+    """One half of an exchange in a graph."""
 
     failure: str
     fills: Sequence[Fill]

@@ -5,9 +5,6 @@ See `slots` for the flags.
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -19,7 +16,7 @@ from meshattn.transport.base import Message
 from meshattn.transport.cuda_driver import StreamOps
 from meshattn.transport.ends import End, Fill, Receiving, RecordedEnd, Replaying, Sending
 from meshattn.transport.slots import SlotLayout
-from meshattn.transport.watch import Watch
+from meshattn.transport.watch import Watch, end_process
 
 
 @dataclass(frozen=True)
@@ -69,14 +66,6 @@ class Arena:
     freed: dict[int, int] = field(default_factory=dict)  # event after the last use of a slot in this pass
 
 
-def _end_process(failure: str) -> None:
-    """Nothing can free the streams any more: an end with a message is better than none."""
-    print(
-        f"meshattn: {failure}, and the GPU cannot be freed: ending the process", file=sys.stderr, flush=True
-    )
-    os.kill(os.getpid(), signal.SIGABRT)
-
-
 class CopyEngine:
     """What exchanges of one rank need: streams, events, the watch, and how memory is made.
 
@@ -100,7 +89,7 @@ class CopyEngine:
         self.allocate = allocate
         self.rank = rank
         self.names = tuple(names)
-        self.watch = Watch(timeout, ops.enter_thread, _end_process)
+        self.watch = Watch(timeout, ops.enter_thread, end_process)
         self._free_events: list[int] = []
         self._recorded: list[RecordedEnd] | None = None  # while exchanges go into a graph of the mesh
         self._progress = ops.host_word()  # how many ends of the graph that runs are over
@@ -184,6 +173,7 @@ class Exchange:
         self.sources = [(part.data_ptr(), part.nbytes) for part in send or ()]
         assert sum(nbytes for _, nbytes in self.sources) <= arena.layout.slot_bytes, message.label
         self.recv = recv
+        self._received = sum(part.nbytes for part in recv or ())
         self._arena = arena
         self._sent: int | None = None
         place = arena.places.get(message)
@@ -220,7 +210,8 @@ class Exchange:
             engine.tell_progress(1)
             self._sent = engine.event()
             ops.record(self._sent, comm)
-            engine.watched(Sending(self, self._sent, begun), *(() if begun is None else (begun,)))
+            end = Sending(engine, self.message, self.sources, place.granted, self._sent, begun)
+            engine.watched(end, *(() if begun is None else (begun,)))
         elif begun is not None:
             engine.recycle(begun)
 
@@ -238,7 +229,8 @@ class Exchange:
             return
         ops.wait_event(ops.current_stream(), events[-1])
         self.send = None
-        engine.watched(Receiving(self, events[-1], *events[:-1]), *events)
+        fills, word = ([], None) if self.recv is None else ([(place.slot, self._received)], place.ready)
+        engine.watched(Receiving(engine, self.message, fills, word, events[-1], *events[:-1]), *events)
 
     def release(self) -> None:
         self._arena.open.remove(self.message.slot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,8 +14,9 @@ from torch import Tensor
 from torch.utils import dlpack
 
 from meshattn.transport.cuda_driver import enter_watching_thread
-from meshattn.transport.watch import Watch
+from meshattn.transport.watch import Watch, end_process
 
+_TELLING = 0.2  # seconds until NCCL's kernels know of the abort
 _HEAD_START = 20_000  # clock cycles, about 10 us: more than twice what NCCL's kernel lags behind
 
 
@@ -38,7 +40,7 @@ class NcclGroup:
         self._backend = group._get_backend(device)
         # PyTorch's own watch would end the process, and name neither step nor transfer.
         self._backend._set_default_timeout(timedelta(seconds=2 * timeout + 60))
-        self._watch = Watch(timeout, lambda: enter_watching_thread(device))
+        self._watch = Watch(timeout, lambda: enter_watching_thread(device), end_process)
         self._aborted = False
         self._started = False
         self.captured = False  # CUDA graphs of the user's know the communicator
@@ -96,9 +98,13 @@ class NcclGroup:
     def _abort(self) -> None:
         if not self._aborted:
             self._aborted = True
+            # It first tells its kernels to end, and then waits for the end of graphs that know it, which in
+            # turn do not end before their kernels do.
+            aborting = threading.Thread(target=self._backend.abort, name="meshattn-abort", daemon=True)
+            aborting.start()
             if self._forget is not None:
-                self._forget()  # NCCL waits for the end of graphs that know it
-            self._backend.abort()
+                aborting.join(_TELLING)
+                self._forget()
 
     def give_head_start(self) -> None:
         """Hold up the current stream, once, after exchanges have been started."""

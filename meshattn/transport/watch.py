@@ -8,6 +8,9 @@ everything that waits: a blocked stream would make every later synchronisation h
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -19,6 +22,14 @@ from meshattn.transport.base import TransportError
 _LOOKS_PER_TIMEOUT = 20
 _LONGEST_PAUSE = 0.25  # seconds between two looks
 _RESCUE_PAUSE = 0.005
+
+
+def end_process(failure: str) -> None:
+    """Nothing can free the streams any more: an end with a message is better than none."""
+    print(
+        f"meshattn: {failure}, and the GPU cannot be freed: ending the process", file=sys.stderr, flush=True
+    )
+    os.kill(os.getpid(), signal.SIGABRT)
 
 
 class Pending(Protocol):
