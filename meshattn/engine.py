@@ -132,6 +132,11 @@ class _Pass:
     def memory(self) -> Hashable:
         return self._rows.memory(), self._cols.memory(), *[x.memory() for x in self._partials.values()]
 
+    def moved(self) -> list[int]:
+        """Addresses in memory of PyTorch's that exchanges read or write."""
+        chunks = [*self._rows.moved(), *self._cols.moved()]
+        return chunks + [address for partials in self._partials.values() for address in partials.moved()]
+
     @property
     def results(self) -> tuple[Tensor, ...]:
         return tuple(result for partials in self._partials.values() for result in partials.results)

@@ -5,7 +5,7 @@ Letters as in `engine`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,18 +24,26 @@ class Chunks:
         axis, slots = AXIS[payload], program.schedule.slots
         others = (slots.row if axis == "row" else slots.col) - 1
         self._received: Sequence[Packed] = ()
+        self._in_pool: Sequence[Packed] = ()
         self.views: list[Views] = [own]
         if others == 0:  # nothing moves along this axis: the caller's tensors serve as they are
             return
         own = {name: tensor.contiguous() for name, tensor in own.items()}
         packing, transport = call.chunk_packings[payload], program.transports[axis]
         self._received = transport.received(axis, "inward", packing, others, call.device)
+        self._in_pool = () if transport.keeps_memory else self._received
         self.views = [own, *(packed.views for packed in self._received)]
 
     def memory(self) -> Hashable:
         """Where the own chunk and those that arrive lie."""
         own = [(tensor.data_ptr(), tensor.stride()) for tensor in self.views[0].values()]
         return *own, *[packed.flat.data_ptr() for packed in self._received]
+
+    def moved(self) -> Iterator[int]:
+        """Addresses in memory of PyTorch's that exchanges read or write."""
+        if self._received:
+            yield from (tensor.data_ptr() for tensor in self.views[0].values())
+            yield from (packed.flat.data_ptr() for packed in self._in_pool)
 
     def outgoing(self, transfer: Transfer) -> Sequence[Tensor]:
         slot = transfer.send_slot
@@ -83,6 +91,12 @@ class Accumulators:
         if not self._packed:
             places += [tensor.data_ptr() for views in self.views for tensor in views.values()]
         return *places, *[tensor.data_ptr() for tensor in self._results.values()]
+
+    def moved(self) -> Iterator[int]:
+        """Addresses in memory of PyTorch's that exchanges read or write."""
+        staging = [] if self._staging is None else [self._staging]
+        received = () if self._line.transport.keeps_memory else self._received
+        yield from (packed.flat.data_ptr() for packed in (*self._packed, *received, *staging))
 
     def first(self, index: int, slot: int, block: Block) -> bool:
         """True for the first block of a row or column: it writes its accumulator without reading it."""

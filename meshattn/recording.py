@@ -2,8 +2,8 @@
 
 A short pass takes less time on the GPU than Python takes to enqueue it. In training the allocator gives the
 tensors of a layer the same memory in every step, so what its passes enqueue recurs, and is recorded the third
-time. A graph knows addresses alone: it serves whatever tensors lie there now. Everything that a pass is given
-or fills is found again by its key; what a kernel needs beside that is scratch in a pool of the recorder.
+time. A graph knows memory alone: it serves whatever tensors lie there now. Everything that a pass is given or
+fills is found again by its key; what a kernel needs beside that is scratch in a pool of the recorder.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from meshattn.transport.base import Counts, Traffic, Transport, TransportError
+from meshattn.transport.cuda_driver import DeviceMemory
 from meshattn_kernels.keeping import keeping
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ class Work(Protocol):
 
     def memory(self) -> Hashable:
         """Where all that it is given and fills lies."""
+        ...
+
+    def moved(self) -> Sequence[int]:
+        """Addresses in memory of PyTorch's that exchanges read or write."""
         ...
 
 
@@ -59,6 +65,14 @@ class Streams(Protocol):
 
     def recorded(self, execute: Callable[[], None]) -> Graph:
         """What `execute` enqueues, as a graph; nothing of it runs."""
+        ...
+
+    def number(self, address: int) -> int:
+        """Of the allocation that lies there now."""
+        ...
+
+    def is_known(self, address: int) -> bool:
+        """Whether its number tells of all that happens to it."""
         ...
 
 
@@ -104,10 +118,14 @@ class Recorder:
         transports = program.moving
         for transport in transports:
             transport.check()  # here: an error keeps what is at hand, and NCCL waits for the end of graphs
-        known = self._entry(program, (work.memory(), *[x.generation for x in transports]))
+        # Kernels take what lies at an address. Copies and NCCL know the allocation itself, in whose place
+        # PyTorch may get another one at the same address.
+        moved = work.moved()
+        places = [self._streams.number(address) for address in moved]
+        known = self._entry(program, (work.memory(), *places, *[x.generation for x in transports]))
         if known.recording is None:
-            if known.runs < _EAGER_RUNS:
-                known.runs += 1
+            known.runs += 1
+            if known.runs <= _EAGER_RUNS or not all(map(self._streams.is_known, moved)):
                 return execute()
             known.recording = self._record(transports, execute)
         recording = known.recording
@@ -192,6 +210,16 @@ class CudaStreams:
     def wait(self, stream: int) -> None:
         other: Any = torch.cuda.ExternalStream
         torch.cuda.current_stream(self._device).wait_stream(other(stream, self._device))
+
+    @cached_property
+    def _memory(self) -> DeviceMemory:
+        return DeviceMemory()
+
+    def number(self, address: int) -> int:
+        return self._memory.number(address)
+
+    def is_known(self, address: int) -> bool:
+        return self._memory.is_from_malloc(address)
 
     def recorded(self, execute: Callable[[], None]) -> Graph:
         if self._beside is None:

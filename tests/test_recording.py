@@ -30,6 +30,14 @@ class _Streams:
     recordings: int = 0
     replays: int = 0
     waited: list[tuple[int, int]] = field(default_factory=list)
+    allocation: int = 0
+    expandable: bool = False
+
+    def number(self, address: int) -> int:
+        return 1000 * address + self.allocation
+
+    def is_known(self, address: int) -> bool:
+        return not self.expandable
 
     def capturing(self) -> bool:
         return self.in_capture
@@ -88,6 +96,9 @@ class _Work:
     def memory(self) -> Hashable:
         return self.place
 
+    def moved(self) -> list[int]:
+        return [self.place + 1]
+
 
 class _World:
     def __init__(self) -> None:
@@ -138,16 +149,24 @@ def test_transports_see_every_replay_begin_and_end() -> None:
     assert world.transport.said == ["record", "recorded", *["replay exchanges", "enqueued"] * 2]
 
 
-@pytest.mark.parametrize("change", ["memory", "program", "generation"])
+@pytest.mark.parametrize("change", ["memory", "program", "generation", "allocation"])
 def test_another_pass_is_not_taken_for_a_known_one(change: str) -> None:
     world = _World()
     for _ in range(4):
         world.run()
     world.transport.generation += change == "generation"
+    world.streams.allocation += change == "allocation"  # at the same address
     other = {"place": 6 if change == "memory" else 5, "program": int(change == "program")}
     assert [world.run(**other).executed for _ in range(4)] == [1, 1, 1, 0]
-    if change != "generation":
+    if change in ("memory", "program"):
         assert world.run().executed == 0, "the first one is still known"
+
+
+def test_memory_that_may_change_unseen_is_not_recorded() -> None:
+    """As that of expandable segments, if anything moves."""
+    world = _World()
+    world.streams.expandable = True
+    assert [world.run().executed for _ in range(5)] == [1] * 5 and world.recorder.recordings == 0
 
 
 def test_nothing_is_recorded_into_a_graph_of_the_users() -> None:

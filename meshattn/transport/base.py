@@ -149,6 +149,8 @@ class Transport(ABC):
     """How many an exchange takes away from kernels on the same GPU while it runs."""
     records: bool = False
     """Whether its exchanges can go into a CUDA graph of the mesh."""
+    keeps_memory: bool = False
+    """Whether what it receives in is its own and stays where it is."""
     generation: int = 0
     """Grows when memory moves that exchanges go to, so that recorded ones would miss it."""
 

@@ -19,6 +19,7 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _SUCCESS, _NOT_READY = 0, 600
 _HIGH_PRIORITY = -1
+_BUFFER_ID, _FROM_CUDA_MALLOC = 7, 10  # CU_POINTER_ATTRIBUTE_BUFFER_ID, .._IS_LEGACY_CUDA_IPC_CAPABLE
 _NAN_BYTES = 4 * 2**20
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -32,6 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuPointerGetAttribute": (POINTER(c_uint64), c_int, c_uint64),
 }
 
 
@@ -87,6 +89,34 @@ def enter_watching_thread(device: torch.device, library: Any = None) -> None:
     status = functions[call](byref(c_int(_RELAXED)))
     if status != _SUCCESS:
         raise _error(functions, call, status)
+
+
+class DeviceMemory:
+    """What the driver knows of memory.
+
+    Args:
+        library: libcuda, or what stands in for it.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        self._functions = _functions(library)
+        self._get = self._functions["cuPointerGetAttribute"]
+        self._value = c_uint64()
+
+    def number(self, address: int) -> int:
+        """A number of the allocation that an address lies in, which no other one ever has in this process."""
+        return self._attribute(_BUFFER_ID, address)
+
+    def is_from_malloc(self, address: int) -> bool:
+        """Whether it was allocated as a whole, so that its number tells of all that happens to it."""
+        return bool(self._attribute(_FROM_CUDA_MALLOC, address) & 1)
+
+    def _attribute(self, attribute: int, address: int) -> int:
+        value = self._value
+        value.value = 0
+        if status := self._get(byref(value), attribute, address):
+            raise _error(self._functions, "cuPointerGetAttribute", status)
+        return value.value
 
 
 class CudaStreamOps:

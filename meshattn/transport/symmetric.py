@@ -36,6 +36,7 @@ class SymmetricTransport(Transport):
 
     name = "symmetric"
     records = True
+    keeps_memory = True
 
     def __init__(self, engine: CopyEngine, whole: Transport, traffic: Traffic) -> None:
         super().__init__(traffic)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import os
 import random
 import time
 import weakref
@@ -130,14 +131,16 @@ def recorded(options: argparse.Namespace) -> None:
             if number == 11:
                 larger.eager()
             counts.append(recorder.recordings)
-        assert 2 <= counts[7] < counts[-1] <= 12, f"recordings: {counts}"
+        if "expandable" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+            assert counts[-1] == 0, "memory that may change unseen"
+        else:
+            assert 2 <= counts[7] < counts[-1] <= 12, f"recordings: {counts}"
         for each in (mesh, other):
             each.reset_traffic()
         for each in (passes, plain):
             each.eager()
         assert mesh.traffic() == other.traffic(), "replays count otherwise"
         wide, same = _Passes(mesh, 4100, heads=16), _Passes(other, 4100, heads=16)
-        before = recorder.recordings
         for number in range(5):  # in memory that the driver has got back and given again meanwhile
             got = []
             for each in (wide, same):
@@ -148,7 +151,6 @@ def recorded(options: argparse.Namespace) -> None:
                 got.append([x.cpu() for x in results])
                 del results
             assert _equal(*got), f"{tile} {transport}: other bits in memory that is given again"
-        assert recorder.recordings > before
         passes.capture()
         for number in range(4):
             passes.draw(50 + number)

@@ -18,6 +18,7 @@ from meshattn.transport.hosts import SHARED_GPU
 
 PROGRAM = Path(__file__).with_name("transport_ranks.py")
 SHARED = {SHARED_GPU: "1"}
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 SECONDS = 4.0  # timeout of the ranks of which one dies
 KILLED = ["killed", "--timeout", str(SECONDS)]
 RECORDED = ["--kernel", "triton"]
@@ -51,6 +52,7 @@ TWO_GPUS = (
     Launch(
         "P2-1-queue", ["race", "engine", "recorded", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     ),
+    Launch("P2-expandable", ["recorded", "--nccl"], 2, 2, env=EXPANDABLE),
     Launch("P2-killed-1-queue", KILLED, 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     Launch("P6-shared", ["race", "engine"], 6, 2, env=SHARED),
 )

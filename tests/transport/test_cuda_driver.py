@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshattn.transport import cuda_driver
-from meshattn.transport.cuda_driver import CudaDriverError, CudaStreamOps, enter_watching_thread
+from meshattn.transport.cuda_driver import CudaDriverError, CudaStreamOps, DeviceMemory, enter_watching_thread
 
 NOT_READY, NOT_SUPPORTED = 600, 801
 FAR = 0x7F12_3456_7000  # needs more than 32 bits, like every address of a GPU
@@ -33,6 +33,9 @@ class Library:
                 return 0
             if name == "cuEventCreate":
                 arguments[0][0] = FAR + 1
+                arguments = arguments[1:]
+            if name == "cuPointerGetAttribute":
+                arguments[0][0] = FAR + arguments[1]
                 arguments = arguments[1:]
             if name == "cuThreadExchangeStreamCaptureMode":
                 arguments = (arguments[0][0],)
@@ -119,3 +122,14 @@ def test_an_error_names_the_call(call: str, library: Library) -> None:
 def test_a_watching_thread_leaves_captures_alone(library: Library) -> None:
     enter_watching_thread(torch.device("cuda", 3), library)
     assert library.calls == [("cuThreadExchangeStreamCaptureMode", 2)]
+
+
+def test_memory_is_known_by_a_number_of_its_allocation(library: Library) -> None:
+    memory = DeviceMemory(library)
+    assert memory.number(FAR + 5) == FAR + 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+    assert memory.is_from_malloc(FAR + 5) == bool((FAR + 10) & 1)  # .._IS_LEGACY_CUDA_IPC_CAPABLE
+    assert [call[0] for call in library.calls] == ["cuPointerGetAttribute"] * 2
+    assert all(call[2] == FAR + 5 for call in library.calls)
+    library.status = NOT_SUPPORTED
+    with pytest.raises(CudaDriverError, match="cuPointerGetAttribute"):
+        memory.number(FAR)
