@@ -60,3 +60,15 @@ def test_the_last_tasks_of_a_full_mask_end_together() -> None:
     tiles = [sum(task[5] for task in tasks[a:b]) for a, b in pairwise(starts)]
     fair = heads * (rows // 128) ** 2 / workers
     assert max(tiles) < 1.01 * fair < (rows // 128) * -(-heads * (rows // 128) // workers)
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "kv_heads", "in_flight"),
+    [(8192, 128, 8, 4), (16384, 128, 8, 2), (16384, 128, 2, 4), (16384, 64, 8, 4), (70000, 128, 8, 2)],
+)
+def test_heads_in_flight_are_few_where_their_keys_fill_the_cache(
+    rows: int, head_dim: int, kv_heads: int, in_flight: int
+) -> None:
+    call = plans.Call(0, 1, 1, 8, kv_heads, rows, rows, head_dim, head_dim, True, None)
+    _, tasks, _ = plans.forward_tasks(BandIntervals(0, UNBOUNDED, rows, rows), call, 128)
+    assert [task[1] for task in tasks[: in_flight + 1]] == [*range(in_flight), 0]
