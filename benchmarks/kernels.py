@@ -104,7 +104,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--suite", nargs="+", choices=(*SUITES, LAUNCH, "all"), default=["quick"])
     parser.add_argument("--head-dim", type=int, nargs="+", choices=(64, 128), default=[128, 64])
-    parser.add_argument("--rounds", type=int, default=5, help="turns that each kernel gets")
+    parser.add_argument("--rounds", type=int, default=9, help="turns that each kernel gets")
     parser.add_argument("--commit", help="name of the code, where it is no git checkout")
     parser.add_argument("--out", default=str(REPORTS), help="folder of records, picture and report")
     parser.add_argument(

@@ -20,7 +20,7 @@ MATMUL = "matmul: product"
 METHOD = """\
 TF/s count 4 B H S_q S_k D operations forward, 2.5 times as many backward, half of them under a causal mask.
 Each figure is the median over turns that all kernels of a row take in one process; a turn is timed once its
-kernel has run for some 30 ms behind 40 ms of matrix products, so that the clock has settled to what the GPU's
+kernel has run for some 20 ms behind 40 ms of matrix products, so that the clock has settled to what the GPU's
 power limit leaves and no kernel gains or loses by the one before it. In brackets is how far the middle three
 fifths of the runs reach, relative to the median. A *total* is all that a user of one GPU pays: out, or delta
 and dq, dk, dv, in the type of the inputs; other passes use float32 accumulators. Every kernel was

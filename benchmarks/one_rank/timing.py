@@ -121,11 +121,12 @@ class HostClock:
 
 
 def alternate(
-    clock: Clock, runs: Mapping[Name, Run], *, rounds: int, burst_ms: float = 30.0, warm_s: float = 0.3
+    clock: Clock, runs: Mapping[Name, Run], *, rounds: int, burst_ms: float = 20.0, warm_s: float = 0.3
 ) -> dict[Name, Timing]:
-    """Times of all runs, which take turns; each round begins with another one. A turn settles for about
-    ``burst_ms`` (at least one run) behind `LEAD_MS` of matrix products and is timed for as long (4 to 100
-    runs)."""
+    """Times of all runs, which take turns; each round begins with another one, and every other one goes the
+    other way. A turn settles for about ``burst_ms`` (at least one run) behind `LEAD_MS` of matrix products
+    and is timed for as long (2 to 100 runs). Turns differ more than the runs of a turn do, so many short ones
+    say more than a few long ones in the same time."""
     costs = {}
     for name, run in runs.items():
         run()
@@ -135,10 +136,10 @@ def alternate(
     names = list(runs)
     for number in range(rounds):
         turn = number * len(names) // rounds
-        for name in names[turn:] + names[:turn]:
+        for name in (names[turn:] + names[:turn])[:: -1 if number % 2 else 1]:
             device_ms, host_ms = costs[name]
             wanted = round(burst_ms / max(device_ms, 1e-3))
-            settle, repeats = min(100, max(1, wanted)), min(100, max(4, wanted))
+            settle, repeats = min(100, max(1, wanted)), min(100, max(2, wanted))
             lead_ms = max(LEAD_MS, (1.5 * host_ms - device_ms) * (settle + repeats))
             samples[name] += clock.burst(runs[name], settle, repeats, lead_ms)
     return {name: Timing.of(spent) for name, spent in samples.items()}

@@ -191,11 +191,12 @@ def test_runs_take_turns() -> None:
     assert {name: dict(clock.bursts)[run] for name, run in runs.items()} == {
         "short": 100,
         "middle": 20,
-        "long": 4,
+        "long": 2,
     }
     rounds = [clock.bursts[n : n + 3] for n in range(0, 18, 3)]
     assert all(len({run for run, _ in each}) == 3 for each in rounds)
     assert {each[0][0] for each in rounds} == set(runs.values())
+    assert [run for run, _ in rounds[1]] == [run for run, _ in reversed(rounds[0])]
 
 
 def run_cpu(folder: Path) -> list[dict[str, Any]]:
