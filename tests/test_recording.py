@@ -197,6 +197,15 @@ def test_passes_that_never_recur_are_forgotten() -> None:
     assert world.streams.recordings == 1, "the newest are remembered"
 
 
+def test_what_recurs_is_not_forgotten_for_what_does_not() -> None:
+    world = _World()
+    executed = 0
+    for place in range(1, 1500):
+        executed += world.run(0).executed
+        world.run(place)
+    assert executed == 3
+
+
 def test_a_recording_keeps_the_tables_of_its_kernels_until_it_is_forgotten() -> None:
     world = _World()
     for _ in range(4):

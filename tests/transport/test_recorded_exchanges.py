@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_streams import SharedMemory, Tape, World
+from fake_streams import COMPUTE, Op, SharedMemory, Tape, World
 from meshattn.transport.base import Handle, Message
 from shuffled_ranks import CPU, NBYTES, Rank, ring_pass, run_ring
 from waiting import eventually
@@ -74,6 +74,38 @@ def test_a_replay_that_stands_still_names_the_exchange(done: int) -> None:
     assert failure is not None and failure.startswith(f"forward step {done}/9, kv #1: "), failure
     assert "rank 11" in failure and f"within {TIMEOUT} s" in failure
     assert eventually(world.run, 10), "the watch lets go of all that waits"
+
+
+def test_a_replay_behind_long_work_has_not_begun() -> None:
+    """Its time counts from when nothing of this rank holds it up."""
+    world, memory, busy = World(3), SharedMemory(2), [True]
+    members = [Rank(world, memory, r, 2, timeout=TIMEOUT) for r in range(2)]
+    graph = _graph(members[0], 2, 2, [], 0)
+    members[0].ops.enqueue(COMPUTE, Op(lambda: None, lambda: not busy[0], "long"))
+    _replay(members[0], graph, 2)
+    assert not world.run(), "the long work still runs"
+    time.sleep(2 * TIMEOUT)
+    assert members[0].engine.watch.failure is None
+    busy[0] = False
+    ring_pass(members[1], 2, 2, [], 0)
+    assert world.run() and members[0].engine.watch.failure is None
+
+
+def test_replays_need_no_more_events_and_growth_tells_that_memory_moves() -> None:
+    world, memory = World(3), SharedMemory(2)
+    members = [Rank(world, memory, r, 2) for r in range(2)]
+    graph, events = _graph(members[0], 2, 2, [], 0), []
+    for _ in range(6):
+        _replay(members[0], graph, 2)
+        ring_pass(members[1], 2, 2, [], 0)
+        assert world.run()
+        assert eventually(lambda: not members[0].engine.watch._pending, 10)
+        events.append(len(members[0].ops.events))
+    assert events[-1] == events[1]
+    before = members[0].transport.generation
+    for nbytes, more in ((NBYTES, 0), (1000 * NBYTES, 1)):
+        members[0].transport.buffers("col", "inward", nbytes, 2, CPU)
+        assert members[0].transport.generation == before + more
 
 
 def test_recorded_ends_hold_no_memory() -> None:
