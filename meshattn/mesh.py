@@ -355,9 +355,17 @@ class AttentionMesh:
         if not self._closed:
             self._closed = True
             self.agreement.leave()
-            for recorder in self._recorders.values():
-                recorder.clear()
+            self.forget_graphs()
             self.connection.close()
+
+    def forget_graphs(self) -> None:
+        """Drop the recorded passes; calls go on without. Not collective.
+
+        For a rank that ends without `close`, after an error: NCCL, and so
+        ``torch.distributed.destroy_process_group``, waits for the end of graphs that know its communicator.
+        """
+        for recorder in self._recorders.values():
+            recorder.clear()
 
     def require_open(self) -> None:
         """ValueError after `close`."""

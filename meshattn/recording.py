@@ -8,6 +8,7 @@ fills is found again by its key; what a kernel needs beside that is scratch in a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 from collections import OrderedDict
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from meshattn.program import Program
 
 _EAGER_RUNS = 2  # of what recurs, before it is recorded: by then all its kernels are compiled
-_KEPT = 1024  # memories of one program that are known at a time; a model has one a layer
+_KEPT = 256  # memories of one program that are known at a time; a model has one a layer
+_ROOM = 2**28  # bytes of the device that must be free: PyTorch gives nothing back while it records
 
 
 class Work(Protocol):
@@ -75,6 +77,10 @@ class Streams(Protocol):
         """Whether its number tells of all that happens to it."""
         ...
 
+    def free_bytes(self) -> int:
+        """What the device has left."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Recording:
@@ -104,6 +110,7 @@ class Recorder:
         # Programs, and the tables of their kernels, go with the sequence that they belong to.
         self._known: WeakKeyDictionary[Program, OrderedDict[Hashable, _Known]] = WeakKeyDictionary()
         self._last: int | None = None  # stream of the last replay
+        _alive.add(self)
 
     @property
     def recordings(self) -> int:
@@ -126,6 +133,8 @@ class Recorder:
         if known.recording is None:
             known.runs += 1
             if known.runs <= _EAGER_RUNS or not all(map(self._streams.is_known, moved)):
+                return execute()
+            if self._streams.free_bytes() < _ROOM:
                 return execute()
             known.recording = self._record(transports, execute)
         recording = known.recording
@@ -179,6 +188,16 @@ class Recorder:
         self._known = WeakKeyDictionary()
 
 
+_alive: WeakSet[Recorder] = WeakSet()
+
+
+@atexit.register
+def _forget_all() -> None:
+    """NCCL would wait for the end of graphs when the process ends, too."""
+    for recorder in list(_alive):
+        recorder.clear()
+
+
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
     """It may find memory that other ranks have mapped, of a mesh that was dropped, which no capture allows to
@@ -221,6 +240,9 @@ class CudaStreams:
     def is_known(self, address: int) -> bool:
         return self._memory.is_from_malloc(address)
 
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0]
+
     def recorded(self, execute: Callable[[], None]) -> Graph:
         if self._beside is None:
             stream: Any = torch.cuda.Stream
@@ -230,7 +252,7 @@ class CudaStreams:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._beside), _without_garbage_collection():
-            # Other threads may do to the device what they like meanwhile.
+            # Other threads may allocate and wait meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             del alive
             try:

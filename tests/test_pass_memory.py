@@ -16,6 +16,7 @@ from meshattn import calls
 from meshattn.mesh import AttentionMesh
 from meshattn.recording import Work
 from meshattn.testing import run_ranks
+from meshattn.transport.base import Message, Transport
 
 B, S, H, H_KV, D = 2, 12, 4, 2, 16
 Place = tuple[int, int]  # address and size of a storage
@@ -50,9 +51,11 @@ class _Looking:
     def __init__(self) -> None:
         self.keys: list[Hashable] = []
         self.given: list[set[Place]] = []  # by pass
+        self.moved: list[set[int]] = []
 
     def run(self, program: Any, work: Work, execute: Callable[[], None]) -> None:
         self.keys.append(work.memory())
+        self.moved.append(set(work.moved()))
         with _Touched() as touched:
             execute()
         self.given.append(touched.given)
@@ -71,10 +74,8 @@ def looking(monkeypatch: pytest.MonkeyPatch) -> dict[int, _Looking]:
     return made
 
 
-@pytest.mark.parametrize("what", ["plain", "sinks", "lse", "rounded", "strided"])
-@pytest.mark.parametrize("tile", ["1x1", "1x3", "2x2"])
-def test_all_that_a_pass_touches_is_in_its_memory(tile: str, what: str, looking: dict[int, _Looking]) -> None:
-    """Of received memory ranks see that of each other: those that send are the threads of this process."""
+def _attend(tile: str, what: str) -> int:
+    """Both passes of a call on every rank; how many these are."""
     ranks = {"1x1": 1, "1x3": 3, "2x2": 4}[tile]
     dtype = torch.bfloat16 if what == "rounded" else torch.float32
 
@@ -96,6 +97,14 @@ def test_all_that_a_pass_touches_is_in_its_memory(tile: str, what: str, looking:
         mesh.close()
 
     run_ranks(ranks, on_rank)
+    return ranks
+
+
+@pytest.mark.parametrize("what", ["plain", "sinks", "lse", "rounded", "strided"])
+@pytest.mark.parametrize("tile", ["1x1", "1x3", "2x2"])
+def test_all_that_a_pass_touches_is_in_its_memory(tile: str, what: str, looking: dict[int, _Looking]) -> None:
+    """Of received memory ranks see that of each other: those that send are the threads of this process."""
+    ranks = _attend(tile, what)
     assert len(looking) == ranks
     for number in range(2):  # forward, backward
         passes = [(each.keys[number], each.given[number]) for each in looking.values()]
@@ -117,3 +126,25 @@ def test_other_strides_at_the_same_address_are_other_memory(looking: dict[int, _
     run_ranks(1, on_rank)
     first, second = ([y for y in tree_leaves(key)] for key in looking[0].keys)
     assert first[0] == second[0] and first[1:5] != second[1:5]
+
+
+@pytest.mark.parametrize("what", ["plain", "rounded"])
+@pytest.mark.parametrize("tile", ["1x3", "2x2"])
+def test_all_that_is_exchanged_is_told(
+    tile: str, what: str, looking: dict[int, _Looking], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies and NCCL know allocations, whose numbers are looked up."""
+    exchanged: dict[str, set[int]] = {"forward": set(), "backward": set()}
+    start = Transport.start
+
+    def spy(self: Transport, message: Message, send: Any, recv: Any) -> Any:
+        exchanged[message.phase] |= {tensor.data_ptr() for tensor in (*(send or ()), *(recv or ()))}
+        return start(self, message, send, recv)
+
+    monkeypatch.setattr(Transport, "start", spy)
+    _attend(tile, what)
+    for number, phase in enumerate(("forward", "backward")):
+        moved = set.union(*(each.moved[number] for each in looking.values()))
+        begins = {begin for each in looking.values() for begin, _ in each.given[number]}
+        assert exchanged[phase] and exchanged[phase] & begins <= moved
+        assert all(any(at <= x < at + 2**16 for at in moved) for x in exchanged[phase])

@@ -32,12 +32,16 @@ class _Streams:
     waited: list[tuple[int, int]] = field(default_factory=list)
     allocation: int = 0
     expandable: bool = False
+    room: int = 2**30
 
     def number(self, address: int) -> int:
         return 1000 * address + self.allocation
 
     def is_known(self, address: int) -> bool:
         return not self.expandable
+
+    def free_bytes(self) -> int:
+        return self.room
 
     def capturing(self) -> bool:
         return self.in_capture
@@ -169,6 +173,14 @@ def test_memory_that_may_change_unseen_is_not_recorded() -> None:
     assert [world.run().executed for _ in range(5)] == [1] * 5 and world.recorder.recordings == 0
 
 
+def test_nothing_is_recorded_where_memory_is_short() -> None:
+    world = _World()
+    world.streams.room = 2**20
+    assert [world.run().executed for _ in range(5)] == [1] * 5
+    world.streams.room = 2**30
+    assert [world.run().executed for _ in range(2)] == [1, 0]
+
+
 def test_nothing_is_recorded_into_a_graph_of_the_users() -> None:
     world = _World()
     for _ in range(4):
@@ -189,11 +201,11 @@ def test_replays_on_another_stream_come_after_the_last() -> None:
 
 def test_passes_that_never_recur_are_forgotten() -> None:
     world = _World()
-    for place in range(1500):
+    for place in range(400):
         world.run(place)
     (known,) = world.recorder._known.values()
-    assert len(known) <= 1024 and world.streams.recordings == 0
-    assert world.run(1499).executed == 1 and world.run(1499).executed == 1
+    assert len(known) <= 256 and world.streams.recordings == 0
+    assert world.run(399).executed == 1 and world.run(399).executed == 1
     assert world.streams.recordings == 1, "the newest are remembered"
 
 

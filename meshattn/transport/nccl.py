@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,16 @@ class NcclGroup:
     def close(self) -> None:
         """No more exchanges."""
         self._watch.stop()
+
+
+def may_record() -> bool:
+    """Whether exchanges may go into graphs of the mesh.
+
+    NCCL registers the buffers of captured sends and receives, unless the environment says otherwise, and
+    demands that both sides do; but ranks record when the memory of each recurs. It reads the variable when
+    something is captured for the first time.
+    """
+    return os.environ.setdefault("NCCL_GRAPH_REGISTER", "0") == "0"
 
 
 def unrecorded(buffer: Tensor) -> Tensor:

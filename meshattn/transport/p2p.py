@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshattn.transport.base import Exchange, Message, Replay, Transport, TransportError
-from meshattn.transport.nccl import NcclGroup, unrecorded
+from meshattn.transport.nccl import NcclGroup, may_record, unrecorded
 from meshattn.transport.patience import within
 
 # gloo matches by tag; a running number keeps a rank that skipped an exchange from pairing with a later one
@@ -89,7 +89,7 @@ class P2PTransport(Transport):
         self.group = group
         if self.uses_nccl:
             self.multiprocessors = NcclGroup.MULTIPROCESSORS
-            self.records = True
+            self.records = may_record()
         self._members = tuple(members)
         self._names = tuple(names)
         self._exchanges = 0

@@ -113,18 +113,22 @@ def recorded(options: argparse.Namespace) -> None:
     for tile, transport in itertools.product(tiles(dist.get_world_size()), transports(options)):
         known = {"tile": tile, "transport": transport, "timeout": options.timeout}
         mesh, other = (ma.init_attention_mesh(**known, cuda_graphs=yes) for yes in (True, False))
+        # Ranks record when the memory of each recurs.
+        mixed = ma.init_attention_mesh(**known, cuda_graphs=dist.get_rank() % 2 == 0)
         passes, plain, larger = _Passes(mesh, 519), _Passes(other, 519), _Passes(mesh, 1100)
+        half = _Passes(mixed, 519)
         streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
         recorder = mesh.recorder(torch.device("cuda", torch.cuda.current_device()))
         assert recorder is not None and other.recorder(passes.q.device) is None
         counts = []
         for number in range(24):
-            passes.draw(number)
-            plain.draw(number)
+            for each in (passes, plain, half):
+                each.draw(number)
             stream = streams[number // 8 % 2]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 mine, theirs = passes.eager(), plain.eager()
+                assert _equal(half.eager(), theirs), f"{tile} {transport}, call {number}: mixed"
             torch.cuda.current_stream().wait_stream(stream)
             assert _equal(mine, theirs), f"{tile} {transport}, call {number}: other bits"
             del mine, theirs  # or those of the next call would lie elsewhere
@@ -160,8 +164,8 @@ def recorded(options: argparse.Namespace) -> None:
         dist.barrier()
         mesh.check()
         passes.forget()
-        mesh.close()
-        other.close()
+        for each in (mesh, other, mixed):
+            each.close()
 
 
 def repeat(options: argparse.Namespace) -> None:
