@@ -108,9 +108,11 @@ class Ours:
         exact = accumulator_dtype(self.dtype)
         self.out, self.dkv = self._poisoned("out", exact), self._poisoned("dkv", exact)
         self.dq = self._poisoned("dq", exact)
-        self.whole_out, self.whole_dkv = self.out, self.dkv
+        self.whole_out, self.whole_dq, self.whole_dkv = self.out, self.dq, self.dkv
         if "out" in self.kernel.writes_finished:
             self.whole_out = self._poisoned("out", self.dtype)
+        if "dq" in self.kernel.writes_finished:
+            self.whole_dq = self._poisoned("dq", self.dtype)
         if "dkv" in self.kernel.writes_finished:
             self.whole_dkv = self._poisoned("dkv", self.dtype)
         self.finished = self.forward_total()
@@ -151,20 +153,22 @@ class Ours:
         return row_delta(self.inputs.do, self.finished)
 
     def backward(self, first: bool = True) -> None:
-        self._backward(self.delta, self.dkv, first)
+        self._backward(self.delta, self.dq, self.dkv, first)
 
-    def _backward(self, delta: Tensor, dkv: Mapping[str, Tensor], first: bool) -> None:
+    def _backward(
+        self, delta: Tensor, dq: Mapping[str, Tensor], dkv: Mapping[str, Tensor], first: bool
+    ) -> None:
         self.kernel.backward(
-            *self.inputs, self.lse, delta, self.dq, dkv, self.intervals,
+            *self.inputs, self.lse, delta, dq, dkv, self.intervals,
             softmax_scale=self.scale, first_dq=first, first_dkv=first,
         )  # fmt: skip
 
     def finish_gradients(self) -> tuple[Tensor, ...]:
         """dq, dk, dv of the last whole backward."""
-        return *self._finish("dq", self.dq), *self._finish("dkv", self.whole_dkv)
+        return *self._finish("dq", self.whole_dq), *self._finish("dkv", self.whole_dkv)
 
     def backward_total(self) -> tuple[Tensor, ...]:
-        self._backward(self.row_delta(), self.whole_dkv, True)
+        self._backward(self.row_delta(), self.whole_dq, self.whole_dkv, True)
         return self.finish_gradients()
 
     def results(self) -> Results:

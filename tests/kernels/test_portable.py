@@ -25,7 +25,7 @@ import triton.language as tl  # noqa: E402
 
 from meshattn_kernels.portable.kernel import TritonDashKernel, TritonKernel, group_parts  # noqa: E402
 from meshattn_kernels.portable.launch import INTERPRETED, padded, tiling  # noqa: E402
-from meshattn_kernels.portable.tiles import count_at_most, sees_all, tile_keys, tile_rows  # noqa: E402
+from meshattn_kernels.portable.tiles import TERM_ROWS, count_at_most, sees_all, tile_keys, tile_rows  # noqa: E402
 from portable_runs import (  # noqa: E402
     DEVICE,
     KERNELS,
@@ -103,6 +103,42 @@ def test_two_query_chunks_add_into_one_key_accumulator(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_a_result_written_at_once_has_the_bits_of_a_finished_accumulator(
+    kernel: Kernel, kv_heads: int
+) -> None:
+    """Also where the parts of a group are summed. The interpreter cuts off what a GPU rounds, and so does not
+    promise it."""
+    kinds = {"out", "dq", "dkv"} if isinstance(kernel, TritonKernel) else {"out"}
+    assert kernel.writes_finished == (set() if INTERPRETED else kinds)
+    rows, keys = (37, 29) if INTERPRETED else (700, 333)
+    shape = Shape(B=1, S=rows, H=3, H_kv=kv_heads, D=24, D_v=16, S_k=keys)
+    inputs = Inputs(*(x.to(DEVICE) for x in make_inputs(shape, torch.bfloat16)))
+    run, intervals = Run(kernel, 0.3), causal(shape)
+    expected = run(inputs, [(slice(None), intervals)])
+    accs = {
+        kind: run.accumulator(kind, inputs, keys if kind == "dkv" else rows) for kind in ("out", "dq", "dkv")
+    }
+    for kind in kinds:
+        accs[kind] = {name: x if name == "lse" else x.bfloat16() for name, x in accs[kind].items()}
+    q, k, v, do = inputs
+    kernel.forward(q, k, v, accs["out"], intervals, softmax_scale=0.3, first=True)
+    exact = run.forward(inputs, [(slice(None), intervals)])
+    delta = (exact["out"] * do).sum(-1).transpose(1, 2)
+    kernel.backward(
+        q, k, v, do, exact["lse"], delta, accs["dq"], accs["dkv"], intervals,
+        softmax_scale=0.3, first_dq=True, first_dkv=True,
+    )  # fmt: skip
+    for kind in kinds:
+        written = kernel.finish(kind, accs[kind], dtype=torch.bfloat16, softmax_scale=0.3)
+        names = [name for name in accs[kind] if name != "lse"]
+        for name, ours in zip(names, written, strict=True):
+            assert ours is accs[kind][name]
+            ulp = 2**-7 if INTERPRETED else 0.0
+            torch.testing.assert_close(ours.cpu(), getattr(expected, name), rtol=ulp, atol=0.0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 @pytest.mark.parametrize("form", ["band", "arrays"])
 def test_a_block_without_pairs_clears_what_it_is_the_first_of(kernel: Kernel, form: str) -> None:
     """And leaves the other accumulators alone."""
@@ -131,8 +167,10 @@ def test_a_block_without_pairs_clears_what_it_is_the_first_of(kernel: Kernel, fo
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
-@pytest.mark.parametrize("form", ["band", "arrays"])
-def test_padding_of_nan_reaches_nothing(kernel: Kernel, form: str) -> None:
+@pytest.mark.parametrize(
+    "form, rule", [("band", causal), ("band", full), ("arrays", causal)], ids=["causal", "full", "arrays"]
+)
+def test_padding_of_nan_reaches_nothing(kernel: Kernel, form: str, rule) -> None:
     """Padding rows have NaN in every input, lse and delta; those within a tile and those beyond."""
     size, rows, keys = ((19, 13), 37, 37) if INTERPRETED else ((301, 205), 700, 500)
     real = Shape(B=1, S=size[0], H=2, H_kv=1, D=16, D_v=24, S_k=size[1])
@@ -143,10 +181,10 @@ def test_padding_of_nan_reaches_nothing(kernel: Kernel, form: str) -> None:
             for x, n in zip(inputs, (rows, keys, keys, rows), strict=True)
         )
     )
-    intervals: Intervals = causal(real)
+    intervals: Intervals = rule(real)
     if form == "arrays":
         intervals = as_arrays(intervals, rows)
-    expected = check(kernel, inputs, [(slice(None), causal(real))])
+    expected = check(kernel, inputs, [(slice(None), rule(real))])
     actual = Run(kernel, 0.3)(padded_inputs, [(slice(None), intervals)])
     for name, dim, n in (("out", 1, 0), ("lse", 2, 0), ("dq", 1, 0), ("dk", 1, 1), ("dv", 1, 1)):
         ours, same = getattr(actual, name), getattr(expected, name)
@@ -301,8 +339,9 @@ def test_tilings_exist_for_all_sizes_types_and_gpus() -> None:
                 for dim in range(1, 257):
                     width = padded(dim)
                     assert width >= max(dim, 16) and width & (width - 1) == 0
-                    tiles = tiling(which, width, dtype, capability)
-                    assert min(tiles.q_tile, tiles.kv_tile) >= 16
+                    for dropout in (False, True):
+                        tiles = tiling(which, (width, 16), dtype, capability, dropout)
+                        assert min(tiles.q_tile, tiles.kv_tile) >= 16 and TERM_ROWS.value % tiles.q_tile == 0
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)

@@ -44,6 +44,29 @@ def test_covering_set_compiles() -> None:
     assert f"| sm_{targets[-1]} | d" in compile_for(targets)
 
 
+@pytest.mark.parametrize(
+    "between, low_half_twice",
+    [
+        ("IMAD.U32 R150, RZ, RZ, UR4", True),
+        ("UIADD3 UR5, UR4, 0x1, URZ", False),
+        ("ULDC.64 UR4, c[0x0][0x210]", False),
+    ],
+)
+def test_an_address_with_its_low_half_twice_is_found(
+    monkeypatch: pytest.MonkeyPatch, between: str, low_half_twice: bool
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # where the scripts beside it find it
+    from machine_code import wrong_addresses
+
+    low, high = "UIADD3 UR27, UP0, UR5, 0x20, URZ", "UIADD3.X UR26, {}, -0x3ffffff0, URZ, UP0, !UPT"
+    for register in ("UR5", "UR6"):
+        lines = low, between, high.format(register)
+        code = "\n".join(
+            f"        /*{16 * n:04x}*/                   {line} ;" for n, line in enumerate(lines)
+        )
+        assert bool(wrong_addresses(code)) == (low_half_twice and register == "UR5")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"sm_{target}")

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from meshattn_kernels.portable.backward_step import MASKED_IF_NEEDED, add_to_dkdv
 from meshattn_kernels.portable.scores import SCORE_NUMBERS
-from meshattn_kernels.portable.tiles import add_tile, load_tile, product, to_base
+from meshattn_kernels.portable.tiles import add_tile, load_tile, product, term_rows, to_base
 from meshattn_kernels.portable.turns import begin_turn, end_turn
 
 
@@ -28,8 +28,7 @@ def dash_kernel(
     k_ptr,  # [B, C_k, H_kv, D]
     v_ptr,  # [B, C_k, H_kv, D_v]
     do_ptr,  # [B, C_q, H, D_v]
-    exponent_ptr,  # fp32 [B, H, C_q], contiguous
-    delta_ptr,
+    terms_ptr,  # fp32 [B, H, rows of whole tiles, 2], contiguous
     words_ptr,  # int64 [B, H, C_q], contiguous
     dq_ptr,  # fp32 [B, C_q, H, D], contiguous
     dk_ptr,  # fp32 [B, C_k, H_kv, D], contiguous
@@ -118,7 +117,8 @@ def dash_kernel(
         v = load_tile(v_tile_ptr, t0, size, V_STRIDE, KV_TILE, D_V, PADDED_D_V)
         q_head_ptr = q_ptr + batch * q_stride_b + head * q_stride_h
         do_head_ptr = do_ptr + batch * do_stride_b + head * do_stride_h
-        row_term = tl.cast(batch_head, tl.int64) * rows
+        terms_head_ptr = terms_ptr + tl.cast(batch_head, tl.int64) * term_rows(rows) * 2
+        words_head_ptr = words_ptr + tl.cast(batch_head, tl.int64) * rows
         dq_head_ptr = dq_ptr + (batch * rows * heads + head) * D
         head_counters_ptr = counters_ptr + batch_head * query_tiles
 
@@ -128,8 +128,8 @@ def dash_kernel(
             turn = entry >> 16  # dash.TURN_SHIFT
             r0 = query_tile * Q_TILE
             dk, dv, ds = add_to_dkdv(
-                dk, dv, k, v, q_head_ptr, do_head_ptr, exponent_ptr + row_term, delta_ptr + row_term,
-                words_ptr + row_term, r0, t0, bounds, exponent_scale, cap_scale, keep_scale, dropout,
+                dk, dv, k, v, q_head_ptr, do_head_ptr, terms_head_ptr, words_head_ptr, r0, t0, bounds,
+                exponent_scale, cap_scale, keep_scale, dropout,
                 Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP, DROPOUT,
                 BAND, MASKED_IF_NEEDED,
             )  # fmt: skip

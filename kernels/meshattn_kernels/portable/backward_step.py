@@ -14,6 +14,7 @@ import triton.language as tl
 from meshattn_kernels.portable.scores import is_kept, tanh
 from meshattn_kernels.portable.tiles import (
     load_rows,
+    load_terms,
     load_tile,
     power,
     product,
@@ -34,8 +35,7 @@ def add_to_dkdv(
     v,
     q_ptr,
     do_ptr,
-    exponent_ptr,
-    delta_ptr,
+    terms_ptr,
     words_ptr,
     r0,
     t0,
@@ -67,22 +67,25 @@ def add_to_dkdv(
     WHOLE: tl.constexpr = MASK == UNMASKED
     _, _, _, _, n_q, _ = bounds
     q = load_tile(q_ptr, r0, n_q, Q_STRIDE, Q_TILE, D, PADDED_D, WHOLE)
-    scores = product(k, q.T, None, SINGLE)
+    hidden = None
+    if MASK == MASKED and not SOFTCAP:
+        # As what the product is added to, it takes no registers beside the scores.
+        hidden = tl.where(sees(r0, t0, bounds, Q_TILE, KV_TILE, BAND), 0.0, float("-inf"))
+    scores = product(k, q.T, hidden, SINGLE)
     do = load_tile(do_ptr, r0, n_q, DO_STRIDE, Q_TILE, D_V, PADDED_D_V, WHOLE)
     # Before p, so that this product runs beside the exponentials.
     dp = product(v, do.T, None, SINGLE)
     if SOFTCAP:
         scores = tanh(scores * cap_scale)
-    # Only now, so that exponent and delta take no registers beside all others.
-    exponent = load_rows(exponent_ptr, r0, n_q, Q_TILE, WHOLE)
+    # Only now, so that they take no registers beside all others.
+    exponent, delta = load_terms(terms_ptr, r0, Q_TILE)
     p = power(scores * exponent_scale - exponent[None, :], SINGLE)
-    if MASK == MASKED:
+    if MASK == MASKED and SOFTCAP:
         p = tl.where(sees(r0, t0, bounds, Q_TILE, KV_TILE, BAND), p, 0.0)
     elif MASK == MASKED_IF_NEEDED:
         needed = not sees_all(r0, t0, bounds, Q_TILE, KV_TILE, BAND)
         if needed:
             p = tl.where(sees(r0, t0, bounds, Q_TILE, KV_TILE, BAND), p, 0.0)
-    delta = load_rows(delta_ptr, r0, n_q, Q_TILE, WHOLE)
     kept = p
     if DROPOUT:
         words = load_rows(words_ptr, r0, n_q, Q_TILE, WHOLE)

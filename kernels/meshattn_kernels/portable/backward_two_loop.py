@@ -16,12 +16,15 @@ from meshattn_kernels.portable.backward_step import MASKED, UNMASKED, add_to_dkd
 from meshattn_kernels.portable.scores import SCORE_NUMBERS, is_kept, tanh
 from meshattn_kernels.portable.tiles import (
     add_tile,
+    in_registers,
     load_rows,
+    load_terms,
     load_tile,
     masked_tile,
     power,
     product,
     row_bounds,
+    term_rows,
     tile_keys,
     tile_rows,
     to_base,
@@ -39,6 +42,7 @@ from meshattn_kernels.portable.tiles import (
         "group",
         "part_heads",
         "part_stride",
+        "factor",
         "scale",
         *SCORE_NUMBERS,
     ]
@@ -48,11 +52,10 @@ def dkdv_kernel(
     k_ptr,  # [B, C_k, H_kv, D]
     v_ptr,  # [B, C_k, H_kv, D_v]
     do_ptr,  # [B, C_q, H, D_v]
-    exponent_ptr,  # fp32 [B, H, C_q], contiguous
-    delta_ptr,
+    terms_ptr,  # fp32 [B, H, rows of whole tiles, 2], contiguous
     words_ptr,  # int64 [B, H, C_q], contiguous
-    dk_ptr,  # fp32 [B, C_k, H_kv, D], contiguous; several of them when the group is cut into parts
-    dv_ptr,  # fp32 [B, C_k, H_kv, D_v], contiguous
+    dk_ptr,  # [B, C_k, H_kv, D], contiguous; several of them when the group is cut into parts
+    dv_ptr,  # [B, C_k, H_kv, D_v], contiguous; both fp32, or with FIRST of any type
     start_ptr,
     end_ptr,
     lo,
@@ -64,6 +67,7 @@ def dkdv_kernel(
     group,  # query heads of a key/value head
     part_heads,  # of which a program sums so many, in order
     part_stride,  # elements between the dk (and dv) of two parts
+    factor,  # of dk
     scale,
     cap_scale,
     threshold,
@@ -96,6 +100,7 @@ def dkdv_kernel(
     DROPOUT: tl.constexpr,
     BAND: tl.constexpr,
     FIRST: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     # Under a causal rule the first keys are seen by most rows: longest first.
     t0 = tl.program_id(0) * KV_TILE
@@ -117,54 +122,67 @@ def dkdv_kernel(
         head = kv_head * group + part * part_heads
         q_ptr += batch * q_stride_b + head * q_stride_h
         do_ptr += batch * do_stride_b + head * do_stride_h
-        exponent_ptr += (batch * kv_heads * group + head) * rows
-        delta_ptr += (batch * kv_heads * group + head) * rows
+        head_terms = term_rows(rows) * 2
+        terms_ptr += (batch * kv_heads * group + head) * head_terms
         words_ptr += (batch * kv_heads * group + head) * rows
         k_ptr += batch * k_stride_b + kv_head * k_stride_h
         v_ptr += batch * v_stride_b + kv_head * v_stride_h
         k = load_tile(k_ptr, t0, n_k, K_STRIDE, KV_TILE, D, PADDED_D)
         v = load_tile(v_ptr, t0, n_k, V_STRIDE, KV_TILE, D_V, PADDED_D_V)
-        # Loops over (head of the part, query tile), so that loads run ahead across heads too.
+        if HELD:
+            k = in_registers(k, PADDED_D, SINGLE)
+            if PADDED_D_V <= 64:
+                v = in_registers(v, PADDED_D_V, SINGLE)
+        # Loops over (head of the part, query tile), so that loads run ahead across heads too. Both are
+        # counted: a division in every step would delay its loads.
         masked = full - first + end - full_end
-        for step in tl.range(0, masked * part_heads, num_stages=STAGES, disable_licm=True):
-            n = tl.cast(step // masked, tl.int64)
-            r0 = masked_tile(step % masked, first, full, full_end) * Q_TILE
+        n = tl.cast(0, tl.int64)
+        step = 0
+        # One stage less leaves its bounds of rows the shared memory that two thread blocks can have.
+        for _ in tl.range(0, masked * part_heads, num_stages=STAGES - HELD, disable_licm=True):
+            r0 = masked_tile(step, first, full, full_end) * Q_TILE
             dk, dv, _ds = add_to_dkdv(
-                dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, exponent_ptr + n * rows,
-                delta_ptr + n * rows, words_ptr + n * rows, r0, t0, bounds, exponent_scale, cap_scale,
-                keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE,
-                SINGLE, SOFTCAP, DROPOUT, BAND, MASKED,
+                dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, terms_ptr + n * head_terms,
+                words_ptr + n * rows, r0, t0, bounds, exponent_scale, cap_scale, keep_scale, dropout,
+                Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP, DROPOUT,
+                BAND, MASKED,
             )  # fmt: skip
+            step += 1
+            n += step == masked
+            step = tl.where(step == masked, 0, step)
         whole = full_end - full
-        for step in tl.range(0, whole * part_heads, num_stages=STAGES, disable_licm=True):
-            n = tl.cast(step // whole, tl.int64)
-            r0 = (full + step % whole) * Q_TILE
+        n = tl.cast(0, tl.int64)
+        tile = full
+        for _ in tl.range(0, whole * part_heads, num_stages=STAGES, disable_licm=True):
+            r0 = tile * Q_TILE
             dk, dv, _ds = add_to_dkdv(
-                dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, exponent_ptr + n * rows,
-                delta_ptr + n * rows, words_ptr + n * rows, r0, t0, bounds, exponent_scale, cap_scale,
-                keep_scale, dropout, Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE,
-                SINGLE, SOFTCAP, DROPOUT, BAND, UNMASKED,
+                dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, terms_ptr + n * head_terms,
+                words_ptr + n * rows, r0, t0, bounds, exponent_scale, cap_scale, keep_scale, dropout,
+                Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP, DROPOUT,
+                BAND, UNMASKED,
             )  # fmt: skip
+            tile += 1
+            n += tile == full_end
+            tile = tl.where(tile == full_end, full, tile)
 
     if DROPOUT:
         dv *= keep_scale
     row = batch * keys * kv_heads + kv_head
     dk_ptr += part * part_stride.to(tl.int64) * D + row * D
     dv_ptr += part * part_stride.to(tl.int64) * D_V + row * D_V
-    add_tile(dk_ptr, dk, t0, keys, kv_heads * D, FIRST, KV_TILE, D, PADDED_D)
+    add_tile(dk_ptr, dk * factor, t0, keys, kv_heads * D, FIRST, KV_TILE, D, PADDED_D)
     add_tile(dv_ptr, dv, t0, keys, kv_heads * D_V, FIRST, KV_TILE, D_V, PADDED_D_V)
 
 
-@triton.jit(do_not_specialize=["lo", "hi", "n_q", "n_k", "rows", "group", "scale", *SCORE_NUMBERS])
+@triton.jit(do_not_specialize=["lo", "hi", "n_q", "n_k", "rows", "group", "factor", "scale", *SCORE_NUMBERS])
 def dq_kernel(
     q_ptr,  # [B, C_q, H, D]
     k_ptr,  # [B, C_k, H_kv, D]
     v_ptr,  # [B, C_k, H_kv, D_v]
     do_ptr,  # [B, C_q, H, D_v]
-    exponent_ptr,  # fp32 [B, H, C_q], contiguous
-    delta_ptr,
+    terms_ptr,  # fp32 [B, H, rows of whole tiles, 2], contiguous
     words_ptr,  # int64 [B, H, C_q], contiguous
-    dq_ptr,  # fp32 [B, C_q, H, D], contiguous
+    dq_ptr,  # [B, C_q, H, D], contiguous: fp32, or with FIRST of any type
     start_ptr,
     end_ptr,
     lo,
@@ -173,6 +191,7 @@ def dq_kernel(
     n_k,
     rows,
     group,
+    factor,  # of dq
     scale,
     cap_scale,
     threshold,
@@ -205,6 +224,7 @@ def dq_kernel(
     DROPOUT: tl.constexpr,
     BAND: tl.constexpr,
     FIRST: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     r0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * Q_TILE
     head = tl.program_id(1).to(tl.int64)
@@ -221,20 +241,19 @@ def dq_kernel(
         dropout = threshold, (k_offset, k_step, k_split, k_jump)
         row = r0 + tl.arange(0, Q_TILE)
         start, stop = row_bounds(tl.minimum(row, n_q - 1), bounds, BAND)
-        term = (batch * heads + head) * rows
-        exponent = load_rows(exponent_ptr + term, r0, n_q, Q_TILE)
-        # Padding repeats the last real row: this makes its p 0.
-        exponent = tl.where(row < n_q, exponent, float("inf"))
-        delta = load_rows(delta_ptr + term, r0, n_q, Q_TILE)
+        exponent, delta = load_terms(terms_ptr + (batch * heads + head) * term_rows(rows) * 2, r0, Q_TILE)
         words = row
         if DROPOUT:
-            words = load_rows(words_ptr + term, r0, n_q, Q_TILE)
+            words = load_rows(words_ptr + (batch * heads + head) * rows, r0, n_q, Q_TILE)
         q_ptr += batch * q_stride_b + head * q_stride_h
         do_ptr += batch * do_stride_b + head * do_stride_h
         k_ptr += batch * k_stride_b + head // group * k_stride_h
         v_ptr += batch * v_stride_b + head // group * v_stride_h
         q = load_tile(q_ptr, r0, n_q, Q_STRIDE, Q_TILE, D, PADDED_D)
         do = load_tile(do_ptr, r0, n_q, DO_STRIDE, Q_TILE, D_V, PADDED_D_V)
+        if HELD:
+            q = in_registers(q, PADDED_D, SINGLE)
+            do = in_registers(do, PADDED_D_V, SINGLE)
         for tile in tl.range(full, full_end, num_stages=STAGES, disable_licm=True):
             dq = add_to_dq(
                 dq, q, do, exponent, delta, k_ptr, v_ptr, words, tile * KV_TILE, start, stop, n_k,
@@ -250,7 +269,7 @@ def dq_kernel(
             )  # fmt: skip
 
     dq_ptr += (batch * rows * heads + head) * D
-    add_tile(dq_ptr, dq, r0, rows, heads * D, FIRST, Q_TILE, D, PADDED_D)
+    add_tile(dq_ptr, dq * factor, r0, rows, heads * D, FIRST, Q_TILE, D, PADDED_D)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Flat passes: exponents before a backward, the sum of parts in a fixed order, and scale and cast at the end.
+"""Flat passes: terms of rows before a backward, the sum of parts in order, and scale and cast at the end.
 
 A program takes BLOCK elements. Only the last may have fewer: the others need no mask and so move 16 bytes at
 once.
@@ -10,16 +10,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from meshattn_kernels.portable.tiles import to_base
+from meshattn_kernels.portable.tiles import term_rows, to_base
 
 
-@triton.jit(do_not_specialize=["size"])
-def exponents_kernel(lse_ptr, exponent_ptr, size, SINGLE: tl.constexpr, BLOCK: tl.constexpr):
-    """lse in the base of ``tiles.power``; +inf for a row that saw no key (lse -inf), so that its p is 0."""
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    lse = tl.load(lse_ptr + offset, mask=offset < size, other=0.0)
+@triton.jit(do_not_specialize=["rows", "n_q", "heads"])
+def row_terms_kernel(
+    lse_ptr,  # fp32 [B, H, C_q], contiguous
+    delta_ptr,
+    terms_ptr,  # fp32 [B, H, rows of whole tiles, 2], contiguous
+    rows,
+    n_q,
+    heads,
+    SINGLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What a backward subtracts in a row: its exponent, lse in the base of ``tiles.power``, and delta.
+
+    A row that saw no key (lse -inf) has exponent +inf, so that its p is 0, and padding has too.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(2).to(tl.int64) * heads + tl.program_id(1)
+    lse = tl.load(lse_ptr + head * rows + row, mask=row < n_q, other=float("-inf"))
+    delta = tl.load(delta_ptr + head * rows + row, mask=row < n_q, other=0.0)
     exponent = tl.where(lse == float("-inf"), float("inf"), to_base(lse, SINGLE))
-    tl.store(exponent_ptr + offset, exponent, mask=offset < size)
+    terms = terms_ptr + head * term_rows(rows) * 2 + 2 * row[:, None] + tl.arange(0, 2)[None, :]
+    tl.store(terms, tl.join(exponent, delta))
 
 
 @triton.jit(do_not_specialize=["size", "scale"])
@@ -37,14 +52,15 @@ def scale_and_cast_kernel(acc_ptr, result_ptr, size, scale, BLOCK: tl.constexpr)
         tl.store(result_ptr + offset, (acc * scale).to(result_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["size", "parts"])
-def add_parts_kernel(parts_ptr, acc_ptr, size, parts, FIRST: tl.constexpr, BLOCK: tl.constexpr):
-    """acc [size] = or += parts [parts, size], summed from the first part to the last."""
+@triton.jit(do_not_specialize=["size", "parts", "factor"])
+def add_parts_kernel(parts_ptr, acc_ptr, size, parts, factor, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """acc [size] = or += factor * parts [parts, size], summed from the first part to the last."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < size
     total = tl.zeros((BLOCK,), tl.float32)
     for part in range(parts):
         total += tl.load(parts_ptr + part * size.to(tl.int64) + offset, mask=mask)
+    total *= factor
     if not FIRST:
         total += tl.load(acc_ptr + offset, mask=mask)
     tl.store(acc_ptr + offset, total, mask=mask)

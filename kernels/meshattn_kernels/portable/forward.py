@@ -14,6 +14,7 @@ import triton.language as tl
 from meshattn_kernels.portable.scores import SCORE_NUMBERS, is_kept, tanh
 from meshattn_kernels.portable.tiles import (
     from_base,
+    in_registers,
     load_rows,
     load_tile,
     logarithm,
@@ -32,7 +33,7 @@ def forward_kernel(
     k_ptr,  # [B, C_k, H_kv, D]
     v_ptr,  # [B, C_k, H_kv, D_v]
     words_ptr,  # int64 [B, H, C_q], contiguous
-    out_ptr,  # fp32 [B, C_q, H, D_v], contiguous
+    out_ptr,  # [B, C_q, H, D_v], contiguous: fp32, or with FIRST of any type
     lse_ptr,  # fp32 [B, H, C_q], contiguous
     start_ptr,
     end_ptr,
@@ -71,6 +72,7 @@ def forward_kernel(
     DROPOUT: tl.constexpr,
     BAND: tl.constexpr,
     FIRST: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     # The last rows see most keys under a causal rule: longest first.
     r0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * Q_TILE
@@ -114,6 +116,8 @@ def forward_kernel(
         if DROPOUT:
             words = load_rows(words_ptr + (batch * heads + head) * rows, r0, n_q, Q_TILE)
         q = load_tile(q_ptr, r0, n_q, Q_STRIDE, Q_TILE, D, PADDED_D)
+        if HELD:
+            q = in_registers(q, PADDED_D, SINGLE)
         for tile in tl.range(full, full_end, num_stages=STAGES, disable_licm=True):
             acc, maximum, total = attend(
                 acc, maximum, total, q, k_ptr, v_ptr, words, tile * KV_TILE, start, stop, n_k, exponent_scale,

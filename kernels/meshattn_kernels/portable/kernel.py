@@ -18,6 +18,7 @@ from meshattn_kernels.contract import (
     Shapes,
     add_accumulator,
     clear_accumulator,
+    delivered,
     rows_first,
 )
 from meshattn_kernels.dash import ScheduleTable, build_table, choose_schedule
@@ -26,9 +27,10 @@ from meshattn_kernels.intervals import BandIntervals, Intervals
 from meshattn_kernels.keeping import keep
 from meshattn_kernels.portable.backward_dash import clear_rows_kernel, dash_kernel
 from meshattn_kernels.portable.backward_two_loop import dkdv_kernel, dq_kernel
-from meshattn_kernels.portable.flat import add_parts, exponents, row_words, scale_into
+from meshattn_kernels.portable.flat import add_parts, row_terms, row_words, scale_into
 from meshattn_kernels.portable.forward import forward_kernel
 from meshattn_kernels.portable.launch import (
+    INTERPRETED,
     RowBounds,
     Tiling,
     check_call,
@@ -56,6 +58,12 @@ _dash = Launcher(dash_kernel, cooperative=True)
 _clear_rows = Launcher(clear_rows_kernel)
 
 
+def _finished(*kinds: AccumulatorKind) -> frozenset[AccumulatorKind]:
+    """These, but on a GPU alone: the interpreter cuts off what torch and a GPU round, so that one rank would
+    have other bits than several."""
+    return frozenset() if INTERPRETED else frozenset(kinds)
+
+
 @dataclass(frozen=True)
 class _Scores:
     """What becomes of scores, for a launch.
@@ -69,6 +77,10 @@ class _Scores:
     numbers: tuple[int | float, ...]
     changed: tuple[bool, bool]
 
+    @property
+    def dropout(self) -> bool:
+        return self.changed[1]
+
 
 @dataclass(frozen=True)
 class _Block:
@@ -78,15 +90,19 @@ class _Block:
     k: Tensor
     v: Tensor
     do: Tensor
-    exponent: Tensor
-    delta: Tensor
+    terms: Tensor
     intervals: Intervals
     bounds: RowBounds
     scores: _Scores
+    softmax_scale: float
+
+    def factor(self, acc: Tensor) -> float:
+        """What a sum is still to be multiplied with where ``acc`` is no accumulator but the result."""
+        return 1.0 if acc.dtype == torch.float32 else self.softmax_scale
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.q, self.k, self.v, self.do, self.exponent, self.delta, self.scores.words
+        return self.q, self.k, self.v, self.do, self.terms, self.scores.words
 
     @property
     def mask(self) -> tuple[int, int, int, int]:
@@ -111,7 +127,7 @@ class _Portable:
     dropout: Dropout | None = None
 
     name: ClassVar[str]
-    writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset()
+    writes_finished: ClassVar[frozenset[AccumulatorKind]] = _finished("out")
 
     def _scores(self, q: Tensor, softmax_scale: float) -> _Scores:
         scale, cap_scale = softmax_scale, 1.0
@@ -135,6 +151,8 @@ class _Portable:
         plus: Mapping[str, Tensor] | None = None,
         into: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
+        if dtype != torch.float32 and all(x.dtype == dtype for name, x in acc.items() if name != "lse"):
+            return delivered(tuple(x for name, x in acc.items() if name != "lse"), into)
         if plus is not None:
             add_accumulator(acc, plus)
         names = {"out": ("out",), "dq": ("dq",), "dkv": ("dk", "dv")}[kind]
@@ -166,7 +184,7 @@ class _Portable:
         q, k, v = readable(q), readable(k), readable(v)
         batch, rows, heads, _ = q.shape
         scores = self._scores(q, softmax_scale)
-        tiles = tiles_for("forward", q, v)
+        tiles = tiles_for("forward", q, v, scores.dropout)
         bounds = row_bounds(intervals, lse)
         with on_device(q.device):
             _forward(
@@ -174,7 +192,7 @@ class _Portable:
                 (q, k, v, scores.words, out, lse, bounds.start, bounds.end),
                 (*bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2], *scores.numbers),
                 strides(q, k, v),
-                (*constants(tiles, q, k, v), *scores.changed, bounds.band, first),
+                (*constants(tiles, q, k, v), *scores.changed, bounds.band, first, tiles.held),
                 warps=tiles.warps,
             )
 
@@ -203,8 +221,8 @@ class _Portable:
             return
         q, k, v, do = readable(q), readable(k), readable(v), readable(do)
         scores = self._scores(q, softmax_scale)
-        exponent, bounds = exponents(lse, q.dtype), row_bounds(intervals, lse)
-        block = _Block(q, k, v, do, exponent, delta.contiguous(), intervals, bounds, scores)
+        terms, bounds = row_terms(lse, delta, intervals.n_q, q.dtype), row_bounds(intervals, lse)
+        block = _Block(q, k, v, do, terms, intervals, bounds, scores, softmax_scale)
         self._backward(block, dq["dq"], dkv, first_dq, first_dkv)
 
     def _backward(
@@ -220,6 +238,7 @@ class TritonKernel(_Portable):
 
     name: ClassVar[str] = "triton"
     deterministic: ClassVar[bool] = True
+    writes_finished: ClassVar[frozenset[AccumulatorKind]] = _finished("out", "dq", "dkv")
 
     def _backward(
         self, block: _Block, dq: Tensor, dkv: Mapping[str, Tensor], first_dq: bool, first_dkv: bool
@@ -251,7 +270,7 @@ class TritonDashKernel(_Portable):
         q, bounds = block.q, block.bounds
         batch, rows, heads, head_dim = q.shape
         _, keys, kv_heads, _ = block.v.shape
-        tiles = tiles_for("dash", q, block.v)
+        tiles = tiles_for("dash", q, block.v, block.scores.dropout)
         table = self._table(q, block.k, block.intervals, tiles).to(q.device)
         keep(table)
         counters = torch.zeros(
@@ -300,42 +319,43 @@ def _two_loop_dkdv(block: _Block, dkv: Mapping[str, Tensor], first: bool) -> Non
     q, bounds = block.q, block.bounds
     batch, rows, heads, _ = q.shape
     _, keys, kv_heads, _ = block.v.shape
-    tiles = tiles_for("dkdv", q, block.v)
+    tiles = tiles_for("dkdv", q, block.v, block.scores.dropout)
     kv_tiles = -(-keys // tiles.kv_tile)
     group = heads // kv_heads
     parts = group_parts(group, batch * kv_heads * kv_tiles)
     dk, dv = (
-        acc if parts == 1 else torch.empty((parts, *acc.shape), dtype=acc.dtype, device=acc.device)
+        acc if parts == 1 else torch.empty((parts, *acc.shape), dtype=torch.float32, device=acc.device)
         for acc in (dkv["dk"], dkv["dv"])
     )
+    factor = block.factor(dkv["dk"])
     with on_device(q.device):
         _dkdv(
             (kv_tiles, kv_heads * parts, batch),
             (*block.tensors, dk, dv, bounds.start, bounds.end),
             (
                 *block.mask, rows, keys, group, group // parts, batch * keys * kv_heads,
-                *block.scores.numbers,
+                factor if parts == 1 else 1.0, *block.scores.numbers,
             ),
             block.strides,
-            (*block.constants(tiles), first or parts > 1),
+            (*block.constants(tiles), first or parts > 1, tiles.held),
             warps=tiles.warps,
         )  # fmt: skip
     if parts > 1:
-        add_parts(dk, dkv["dk"], first)
-        add_parts(dv, dkv["dv"], first)
+        add_parts(dk, dkv["dk"], factor, first)
+        add_parts(dv, dkv["dv"], 1.0, first)
 
 
 def _two_loop_dq(block: _Block, dq: Tensor, first: bool) -> None:
     q, bounds = block.q, block.bounds
     batch, rows, heads, _ = q.shape
-    tiles = tiles_for("dq", q, block.v)
+    tiles = tiles_for("dq", q, block.v, block.scores.dropout)
     with on_device(q.device):
         _dq(
             (-(-rows // tiles.q_tile), heads, batch),
             (*block.tensors, dq, bounds.start, bounds.end),
-            (*block.mask, rows, heads // block.k.shape[2], *block.scores.numbers),
+            (*block.mask, rows, heads // block.k.shape[2], block.factor(dq), *block.scores.numbers),
             block.strides,
-            (*block.constants(tiles), first),
+            (*block.constants(tiles), first, tiles.held),
             warps=tiles.warps,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -35,12 +35,17 @@ _interpreter_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tile sizes of one kernel and how the compiler is to build it."""
+    """Tile sizes of one kernel and how the compiler is to build it.
+
+    held    keep in registers what a program multiplies everything with (q, or k): Hopper's products then read
+            half as much shared memory, which limits them, and there is room for a stage more.
+    """
 
     q_tile: int
     kv_tile: int
     stages: int
     warps: int
+    held: bool = False
 
 
 # sm_100 and sm_90 have asynchronous products and 227 KiB of shared memory for a thread block, sm_80 has 163
@@ -55,7 +60,7 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
         ("sm100", 128): Tiling(128, 64, stages=2, warps=8),
         ("sm100", 256): Tiling(64, 64, stages=2, warps=8),
         ("sm90", 64): Tiling(64, 64, stages=3, warps=4),
-        ("sm90", 128): Tiling(64, 64, stages=3, warps=4),
+        ("sm90", 128): Tiling(64, 64, stages=3, warps=4, held=True),
         ("sm90", 256): Tiling(128, 64, stages=2, warps=8),
         ("sm80", 64): Tiling(128, 64, stages=3, warps=4),
         ("sm80", 128): Tiling(128, 32, stages=4, warps=8),
@@ -68,8 +73,8 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
         ("sm100", 64): Tiling(64, 128, stages=2, warps=8),
         ("sm100", 128): Tiling(64, 128, stages=2, warps=8),
         ("sm100", 256): Tiling(32, 64, stages=2, warps=8),
-        ("sm90", 64): Tiling(64, 64, stages=3, warps=4),
-        ("sm90", 128): Tiling(64, 64, stages=2, warps=4),
+        ("sm90", 64): Tiling(64, 64, stages=3, warps=4, held=True),
+        ("sm90", 128): Tiling(64, 64, stages=3, warps=4, held=True),
         ("sm90", 256): Tiling(64, 32, stages=2, warps=4),
         ("sm80", 64): Tiling(32, 128, stages=3, warps=8),
         ("sm80", 128): Tiling(64, 64, stages=3, warps=8),
@@ -83,7 +88,7 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
         ("sm100", 128): Tiling(128, 64, stages=3, warps=8),
         ("sm100", 256): Tiling(64, 32, stages=2, warps=8),
         ("sm90", 64): Tiling(128, 64, stages=3, warps=4),
-        ("sm90", 128): Tiling(128, 64, stages=3, warps=8),
+        ("sm90", 128): Tiling(64, 64, stages=3, warps=4, held=True),
         ("sm90", 256): Tiling(64, 32, stages=3, warps=4),
         ("sm80", 64): Tiling(128, 64, stages=3, warps=8),
         ("sm80", 128): Tiling(64, 64, stages=3, warps=4),
@@ -132,30 +137,45 @@ _SINGLE: dict[Pass, dict[int, Tiling]] = {
 }
 # From sm_100 on the compiler takes all registers for these, and 700 bytes more, with the tiles above.
 _SINGLE_FROM_SM100: dict[tuple[Pass, int], Tiling] = {("dq", 128): Tiling(32, 16, stages=2, warps=8)}
+# Dropout's words of rows would leave no room for two thread blocks on a multiprocessor.
+_DROPOUT: dict[tuple[Pass, _Family, int], Tiling] = {
+    ("dkdv", "sm90", 128): Tiling(64, 64, stages=2, warps=4),
+}
 _INTERPRETER: dict[Pass, Tiling] = {
-    "forward": Tiling(32, 16, stages=1, warps=1),
-    "dkdv": Tiling(32, 16, stages=1, warps=1),
-    "dq": Tiling(16, 32, stages=1, warps=1),
+    "forward": Tiling(32, 16, stages=1, warps=1, held=True),
+    "dkdv": Tiling(32, 16, stages=1, warps=1, held=True),
+    "dq": Tiling(16, 32, stages=1, warps=1, held=True),
     "dash": Tiling(32, 16, stages=1, warps=1),
 }
 
 
-def tiling(which: Pass, padded_dim: int, dtype: torch.dtype, capability: Capability | None) -> Tiling:
-    """Tile sizes for the greatest padded head size of a call; ``capability`` None is the interpreter."""
+def tiling(
+    which: Pass,
+    padded_dims: tuple[int, int],
+    dtype: torch.dtype,
+    capability: Capability | None,
+    dropout: bool = False,
+) -> Tiling:
+    """Tile sizes for the padded head sizes of a call; ``capability`` None is the interpreter."""
     if capability is None:
         return _INTERPRETER[which]
-    bucket = max(padded_dim, 64)
+    bucket = max(64, *padded_dims)
     if dtype == torch.float32:
         tiles = _SINGLE[which][bucket]
         return _SINGLE_FROM_SM100.get((which, bucket), tiles) if capability >= (10, 0) else tiles
     by_major: dict[int, _Family] = {9: "sm90", 10: "sm100"}
     family = "sm80" if capability == (8, 0) else by_major.get(capability[0], "small")
-    return _HALF[which][family, bucket]
+    tiles = _HALF[which][family, bucket]
+    if dropout:
+        tiles = _DROPOUT.get((which, family, bucket), tiles)
+    # Where k is held and a tile is narrow, ptxas 12.8 takes a wrong half of its address: dk lacked rows.
+    return tiles if min(padded_dims) >= 64 else replace(tiles, held=False)
 
 
-def tiles_for(which: Pass, q: Tensor, v: Tensor) -> Tiling:
+def tiles_for(which: Pass, q: Tensor, v: Tensor, dropout: bool) -> Tiling:
     """Tile sizes for a call."""
-    return tiling(which, max(padded(q.shape[-1]), padded(v.shape[-1])), q.dtype, capability_of(q.device))
+    padded_dims = padded(q.shape[-1]), padded(v.shape[-1])
+    return tiling(which, padded_dims, q.dtype, capability_of(q.device), dropout)
 
 
 def strides(*tensors: Tensor) -> list[int]:
@@ -241,7 +261,8 @@ class RowBounds:
 def row_bounds(intervals: Intervals, unused: Tensor) -> RowBounds:
     """Arrays are copied to the device of ``unused`` (any tensor, never read) once."""
     if isinstance(intervals, BandIntervals):
-        return RowBounds(True, unused, unused, (intervals.lo, intervals.hi))
+        edges = max(intervals.lo, -intervals.n_k), min(intervals.hi, intervals.n_q)
+        return RowBounds(True, unused, unused, edges)
     device = unused.device
     if intervals.start.device == device:
         return RowBounds(False, intervals.start, intervals.end, (0, 0))

@@ -17,6 +17,8 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PROBES = tl.constexpr(128)
+FAR = tl.constexpr(2**30)
+TERM_ROWS = tl.constexpr(128)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -30,6 +32,15 @@ def product(a, b, acc, SINGLE: tl.constexpr):
         return tl.dot(a, b, acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc)
+
+
+@triton.jit
+def in_registers(tile, SIZE: tl.constexpr, SINGLE: tl.constexpr):
+    """``tile`` [rows, SIZE] as the compiler keeps the result of a product, to stay in registers as the left
+    factor of others: a product with the identity, which is exact."""
+    index = tl.arange(0, SIZE)
+    identity = tl.where(index[:, None] == index[None, :], 1.0, 0.0).to(tile.dtype)
+    return product(tile, identity, None, SINGLE).to(tile.dtype)
 
 
 @triton.jit
@@ -173,13 +184,19 @@ def sees_all(r0, t0, bounds, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BAND: 
 
 @triton.jit
 def sees(r0, t0, bounds, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BAND: tl.constexpr):
-    """[KV_TILE, Q_TILE]: whether a row sees a key. Padding sees none."""
-    _, _, _, _, n_q, _ = bounds
+    """[KV_TILE, Q_TILE]: whether a row sees a key. Padded keys are seen by none, padded rows are not looked
+    at."""
+    _, _, lo, hi, n_q, n_k = bounds
     lane = tl.arange(0, Q_TILE)
-    start, end = row_bounds(r0 + tl.minimum(lane, n_q - 1 - r0), bounds, BAND)
-    end = tl.where(r0 + lane < n_q, end, start)
     key = t0 + tl.arange(0, KV_TILE)
-    return (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
+    if BAND:
+        # One comparison without sign for both edges, which lie within the block.
+        key = tl.where(key < n_k, key, FAR)
+        from_low = ((r0 - lo + lane)[None, :] - key[:, None]).to(tl.uint32, bitcast=True)
+        return from_low <= (hi - lo).to(tl.uint32, bitcast=True)
+    else:
+        start, end = row_bounds(r0 + tl.minimum(lane, n_q - 1 - r0), bounds, BAND)
+        return (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
 
 
 @triton.jit
@@ -215,6 +232,23 @@ def load_rows(ptr, r0, n_q, ROWS: tl.constexpr, WHOLE: tl.constexpr = False):
     if not WHOLE:
         lane = tl.minimum(lane, n_q - 1 - r0)
     return tl.load(ptr + r0 + lane)
+
+
+@triton.jit
+def load_terms(ptr, r0, ROWS: tl.constexpr):
+    """Exponent and delta of the rows from r0 on; see ``finish.row_terms_kernel``.
+
+    As one tensor of pairs, which is copied ahead with one instruction a thread; two vectors took 32.
+    """
+    row = tl.arange(0, ROWS)
+    exponent, delta = tl.split(tl.load(ptr + 2 * r0 + (2 * row[:, None] + tl.arange(0, 2)[None, :])))
+    return exponent, delta
+
+
+@triton.jit
+def term_rows(rows):
+    """Rows of a head in an array of terms: whole tiles."""
+    return (rows + TERM_ROWS - 1) // TERM_ROWS * TERM_ROWS
 
 
 @triton.jit
