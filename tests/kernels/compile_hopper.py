@@ -3,10 +3,10 @@
     python tests/kernels/compile_hopper.py          the covering set
     python tests/kernels/compile_hopper.py --all    every variant
 
-A variant fails if it spills more than 64 bytes, or if ptxas serialises tensor-core products: any message
-C75xx but C7517, and more of that than the backward has on purpose. C7517 is one added wait for a pending
-product whose accumulator starts at a loaded row; C7510, C7512 and C7514 mean that all products run one after
-the other."""
+A variant fails if it spills more than 64 bytes, if it needs more shared memory than a thread block can have,
+or if ptxas serialises tensor-core products: any message C75xx but C7517, and more of that than the backward
+has on purpose. C7517 is one added wait for a pending product whose accumulator starts at a loaded row; C7510,
+C7512 and C7514 mean that all products run one after the other."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ class Variant:
 class Result:
     registers: int
     spilled_bytes: int
+    shared_bytes: int
     messages: list[str]
     seconds: float
 
@@ -81,6 +82,8 @@ class Result:
             found.append(f"{added} added waits (C7517), at most {MAX_ADDED_WAITS} allowed")
         if self.spilled_bytes > MAX_SPILLED_BYTES:
             found.append(f"{self.spilled_bytes} bytes spilled, at most {MAX_SPILLED_BYTES} allowed")
+        if self.shared_bytes > plans.SHARED_BYTES:
+            found.append(f"{self.shared_bytes} bytes of shared memory, there are {plans.SHARED_BYTES}")
         return found
 
 
@@ -262,6 +265,7 @@ def compile_variant(variant: Variant) -> Result:
     return Result(
         registers=int(re.findall(r"Used (\d+) registers", log)[-1]),
         spilled_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
+        shared_bytes=compiled.metadata.shared,
         messages=[line for line in log.splitlines() if "(C75" in line],
         seconds=time.perf_counter() - begun,
     )
