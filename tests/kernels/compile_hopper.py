@@ -6,7 +6,8 @@
 A variant fails if it spills more than 64 bytes, if it needs more shared memory than a thread block can have,
 or if ptxas serialises tensor-core products: any message C75xx but C7517, and more of that than the backward
 has on purpose. C7517 is one added wait for a pending product whose accumulator starts at a loaded row; C7510,
-C7512 and C7514 mean that all products run one after the other."""
+C7512 and C7514 mean that all products run one after the other. Its machine code is looked through, too
+(machine_code.py)."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import triton
 import triton.experimental.gluon.language as gl
+from machine_code import disassembled, wrong_addresses
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -72,6 +74,7 @@ class Result:
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    wrong_addresses: list[str]
     messages: list[str]
     seconds: float
 
@@ -82,6 +85,7 @@ class Result:
             found.append(f"{added} added waits (C7517), at most {MAX_ADDED_WAITS} allowed")
         if self.spilled_bytes > MAX_SPILLED_BYTES:
             found.append(f"{self.spilled_bytes} bytes spilled, at most {MAX_SPILLED_BYTES} allowed")
+        found += [f"a wrong address: {line}" for line in self.wrong_addresses]
         if self.shared_bytes > plans.SHARED_BYTES:
             found.append(f"{self.shared_bytes} bytes of shared memory, there are {plans.SHARED_BYTES}")
         return found
@@ -266,6 +270,7 @@ def compile_variant(variant: Variant) -> Result:
         registers=int(re.findall(r"Used (\d+) registers", log)[-1]),
         spilled_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
         shared_bytes=compiled.metadata.shared,
+        wrong_addresses=wrong_addresses(disassembled(compiled.asm["cubin"])),
         messages=[line for line in log.splitlines() if "(C75" in line],
         seconds=time.perf_counter() - begun,
     )

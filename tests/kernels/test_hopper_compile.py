@@ -19,10 +19,9 @@ if not HOPPER_OLDEST_TRITON <= version < HOPPER_FIRST_UNKNOWN_TRITON:
     pytest.skip(f"not for triton {triton.__version__}", allow_module_level=True)
 
 
-def _load() -> ModuleType:
-    """The script beside this file, which no import path leads to."""
-    path = Path(__file__).parent / "compile_hopper.py"
-    spec = importlib.util.spec_from_file_location("compile_hopper", path)
+def _load(name: str) -> ModuleType:
+    """A script beside this file, which no import path leads to."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -30,7 +29,8 @@ def _load() -> ModuleType:
     return module
 
 
-compile_hopper = _load()
+_load("machine_code")  # which the other one imports
+compile_hopper = _load("compile_hopper")
 
 
 @pytest.fixture(autouse=True)
