@@ -21,7 +21,8 @@ from harness import Machine, Record, Timing, table, write
 INTRO = (
     "All contenders take turns in which forward and backward passes follow each other, as in training; a "
     "time is that of the slowest rank, the median over rounds (middle three fifths). Exposed is what a tile "
-    "takes beyond the same tile without transfers, paired within each round. Bytes are sent per rank. The "
+    "takes beyond the same kernels without transfers and without the host, as a CUDA graph if there is one, "
+    "paired within each round. Bytes are sent per rank. The "
     "column of one GPU compares TFLOP/s per GPU with one rank alone that has as many products. The second "
     "table gives what a tile takes and sends as parts of ring's on the same transport; where links are the "
     "limit, the two agree. WxAxB is a head axis of W ranks around the tile AxB, and a number behind the "
@@ -47,10 +48,10 @@ class Result:
 
 
 def _base(name: str, turns: dict[str, list[Turn]]) -> str | None:
-    """The same tile without transfers, captured if the contender is."""
-    tile, *kind = name.split(" ")
-    base = " ".join([tile, "skipped", *kind[1:]])
-    return base if base in turns and base != name else None
+    """The same tile without transfers, captured if any is: the mesh records none of its passes."""
+    tile, kind, *_ = f"{name} ".split(" ")
+    bases = (f"{tile} skipped graph", f"{tile} skipped")
+    return next((base for base in bases if base in turns and kind != "skipped"), None)
 
 
 def of_plain(turns: dict[str, list[Turn]], name: str, step: str) -> float | None:
