@@ -278,7 +278,9 @@ def add_dkv(
     # 0, which the compiler must not know: addresses computed before the loop would take its registers.
     zero = gl.load(task_row + 7)
     first_key = kv_tile * KV_TILE + INDEX * KEYS
-    if not PARTS:
+    # With masked columns it spills less where it might be a part, though no turn says so.
+    MASKED_COLUMNS: gl.constexpr = HEAD_DIM & (HEAD_DIM - 1) != 0
+    if not PARTS and not MASKED_COLUMNS:
         add_alone(gradients, dk, dv, kv_head, first_key, zero, HEAD_DIM, HEAD_DIM_V, FIRST)
     else:
         if turn < 0:
