@@ -64,7 +64,7 @@ class Arguments(NamedTuple):
     def looks(self) -> object:
         """What a call on a sequence is checked for and planned from. A new object if it cannot be right."""
         name, q, k, v, seq, keys, sinks, seed, options = self
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or _is_faked():
+        if _is_transformed() or forward_ad._current_level >= 0 or _is_faked():
             return object()
         given = (q, k, v) if sinks is None else (q, k, v, sinks)
         if not all(isinstance(x, Tensor) and not x.is_nested for x in given) or any(map(_is_freed, given)):
@@ -108,12 +108,22 @@ def _is_faked() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def _is_transformed() -> bool:
+    """By torch.func, or traced by torch.jit."""
+    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+
+
 def check_transforms(**given: object) -> None:
     """Behind the checks PyTorch would refuse them, on this rank alone."""
     if _is_faked():
         raise ValueError(
             "this call is inside FakeTensorMode, whose tensors hold no numbers, which exchanges and kernels "
             "need: make it outside of the mode, with real tensors"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise ValueError(
+            "this call is inside torch.jit.trace, which cannot follow exchanges between ranks: call "
+            "attention outside of it"
         )
     if torch._C._are_functorch_transforms_active():
         raise ValueError(

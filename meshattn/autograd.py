@@ -70,27 +70,37 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.mesh.require_open()
-        out, lse, sinks, *kept = ctx.saved_tensors
-        origins = kept[:3]
-        if ctx.call.split.ranks > 1:
-            kept = kept[3:]
-        do = torch.zeros_like(out) if do is None else as_written(do)  # None: only lse is used
-        dlse = None if dlse is None else as_written(dlse)
-        work = partial(heads.backward, ctx.call, kept, out, lse, do, dlse, sinks, ctx.seed)
-        with ctx.mesh.agreement.one_thread, torch.no_grad():
-            # Ranks that came to their backward passes in another order would add up each other's gradients.
-            before = ctx.mesh.agreement.calls - ctx.number
-            error = _refused_gradient(ctx.call.inner.kernel.name, do, dlse)
-            which = f"that of {before} calls before" if before else "that of the call just before"
-            ctx.mesh.agreement.enter("backward", {"forward pass": which}, error)
-            grads = _in_engine_room(ctx.mesh, ctx.call, work)
-        if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients
-            sources = [x for x in (*origins, sinks, do, dlse) if x is not None]
-            some = [x for x in grads if x is not None]
-            some = _Undifferentiable.apply(len(some), *some, *sources)  # type: ignore[no-untyped-call]
-            grads = *some, *grads[len(some) :]
-        return *grads, *[None] * (len(ctx.needs_input_grad) - len(grads))
+        if torch.compiler.is_compiling():  # by compiled autograd
+            from meshattn import graph_break
+
+            untraced: tuple[Tensor | None, ...] = graph_break.gradients(ctx, do, dlse)
+            return untraced
+        return gradients(ctx, do, dlse)
+
+
+def gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The backward pass of a call: None for what is no tensor."""
+    ctx.mesh.require_open()
+    out, lse, sinks, *kept = ctx.saved_tensors
+    origins = kept[:3]
+    if ctx.call.split.ranks > 1:
+        kept = kept[3:]
+    do = torch.zeros_like(out) if do is None else as_written(do)  # None: only lse is used
+    dlse = None if dlse is None else as_written(dlse)
+    work = partial(heads.backward, ctx.call, kept, out, lse, do, dlse, sinks, ctx.seed)
+    with ctx.mesh.agreement.one_thread, torch.no_grad():
+        # Ranks that came to their backward passes in another order would add up each other's gradients.
+        before = ctx.mesh.agreement.calls - ctx.number
+        error = _refused_gradient(ctx.call.inner.kernel.name, do, dlse)
+        which = f"that of {before} calls before" if before else "that of the call just before"
+        ctx.mesh.agreement.enter("backward", {"forward pass": which}, error)
+        grads = _in_engine_room(ctx.mesh, ctx.call, work)
+    if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients
+        sources = [x for x in (*origins, sinks, do, dlse) if x is not None]
+        some = [x for x in grads if x is not None]
+        some = _Undifferentiable.apply(len(some), *some, *sources)  # type: ignore[no-untyped-call]
+        grads = *some, *grads[len(some) :]
+    return *grads, *[None] * (len(ctx.needs_input_grad) - len(grads))
 
 
 def _refused_gradient(kernel: str, do: Tensor, dlse: Tensor | None) -> Exception | None:

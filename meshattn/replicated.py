@@ -33,6 +33,8 @@ def replicated(weight: Tensor, mesh: AttentionMesh) -> Tensor:
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         kind = str(weight.dtype) if isinstance(weight, Tensor) else type(weight).__name__
         raise ValueError(f"weight is {kind}: it must be a float tensor, which has a gradient")
+    if not isinstance(mesh, AttentionMesh):
+        raise ValueError(f"mesh is a {type(mesh).__name__}: pass what init_attention_mesh() returns")
     mesh.require_open()
     result: Tensor = _Replicated.apply(weight, mesh)  # type: ignore[no-untyped-call]
     return result

@@ -175,6 +175,8 @@ class ShardedSequence:
 
         int64 [L]; 0 for rows of no document and for padding.
         """
+        if not (device is None or isinstance(device, (torch.device, str))):
+            raise ValueError(f"device is {device!r}: give a torch.device, its name, or None for the CPU")
         mine = self._positions(self.mesh.rank)
         ids = torch.zeros(self.rows, dtype=torch.int64, device="cpu")
         ids[: len(mine)] = mine if self.documents is None else self.documents.place(mine)[0]
@@ -246,6 +248,8 @@ class ShardedSequence:
     def _require(self, name: str, tensor: Tensor, dim: int, rows: int) -> None:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
+        if hasattr(tensor, "to_local"):
+            raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a plain tensor of this rank")
         if type(dim) is not int:
             raise ValueError(f"dim is {dim!r}: give the number of the dim of {name} that holds the rows")
         if not -tensor.dim() <= dim < tensor.dim():

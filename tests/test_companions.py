@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -86,6 +88,36 @@ def test_activation_checkpointing(use_reentrant: bool) -> None:
         return Results(out.detach(), lse.detach(), *(leaf.grad for leaf in leaves))
 
     assert_same_bits(on_ranks(CASE, on_rank), run_cases([CASE])[0])
+
+
+COMPILED_AUTOGRAD = """
+import torch, meshattn as ma
+from meshattn.testing import run_ranks
+
+def on_rank(group):
+    seq = ma.init_attention_mesh().sequence(9)
+    x = torch.randn(2, seq.rows, 2, 8, requires_grad=True)
+
+    def step():
+        y = x * 2.0
+        ma.mesh_attention(y, y, y, seq, causal=True).square().sum().backward()
+        gradient, x.grad = x.grad, None
+        return gradient
+
+    plain = step()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        return torch.equal(torch.compile(step, backend="eager")(), plain)
+
+assert run_ranks(2, on_rank, "gloo") == [True, True]
+"""
+
+
+def test_compiled_backward_passes() -> None:
+    """Compiled autograd leaves its graph there. In a process whose `torch.empty` is that of PyTorch."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED_AUTOGRAD], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("tile", [Tile(1, 1), Tile(1, 2)], ids=str)

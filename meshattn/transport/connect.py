@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshattn.transport.base import Transport, TransportError
 from meshattn.transport.exchange import CopyEngine
-from meshattn.transport.groups import global_ranks, new_group, store_of
+from meshattn.transport.groups import end_group, global_ranks, new_group, store_of
 from meshattn.transport.hosts import (
     Fleet,
     Place,
@@ -102,7 +102,7 @@ class Connection:
         if self.copying is not None:
             self.copying.close()
         if self.host_group is not None:
-            dist.destroy_process_group(self.host_group)
+            end_group(self.host_group)
         self.transport.close()
 
 

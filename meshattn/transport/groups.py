@@ -94,3 +94,9 @@ def store_of(group: dist.ProcessGroup) -> Store:
     """The key-value store of a group."""
     store: Store = c10d._get_process_group_store(group)
     return store
+
+
+def end_group(group: dist.ProcessGroup) -> None:
+    """Destroy it, unless it went with all others."""
+    if dist.is_initialized():
+        dist.destroy_process_group(group)

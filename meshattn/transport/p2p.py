@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshattn.transport.base import Exchange, Message, Replay, Transport, TransportError
+from meshattn.transport.groups import end_group
 from meshattn.transport.nccl import NcclGroup, may_record, unrecorded
 from meshattn.transport.patience import within
 
@@ -201,12 +202,12 @@ class P2PTransport(Transport):
         if self._nccl is not None:
             self._nccl.close()
         if self._nccl is None or not self._nccl.captured:
-            dist.destroy_process_group(self.group)
+            end_group(self.group)
             return
         # NCCL waits, without end, until no graph knows the communicator any more.
         gc.collect()
         try:
-            within(_GRAPH_GRACE, lambda: dist.destroy_process_group(self.group))
+            within(_GRAPH_GRACE, lambda: end_group(self.group))
         except TimeoutError as error:
             raise ValueError(
                 "CUDA graphs that captured calls on this mesh are still there, and NCCL waits for their end: "

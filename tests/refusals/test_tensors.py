@@ -111,6 +111,10 @@ CALLS: Calls = {
         lambda m: torch.func.vmap(lambda q: attend(m, q))(ones(3, 2, ROWS, 4, 8)),
         ("inside a transform of torch.func", "call attention outside of it"),
     ),
+    "traced": (
+        lambda m: torch.jit.trace(lambda q: attend(m, q), ones()),
+        ("inside torch.jit.trace", "call attention outside of it"),
+    ),
     "beside-what-is-transformed": (
         lambda m: torch.func.grad(lambda x: x * attend(m).sum())(ones()),
         ("inside a transform of torch.func", "call attention outside of it"),
