@@ -178,8 +178,11 @@ def rank_order(heads: int, tile: str | tuple[int, int] | Tile, order: Sequence[s
         order: "heads", "row" and "col", those of neighbours first, as `meshattn plan` prints it.
 
     Returns:
-        what to give `init_attention_mesh` as ``group``. ValueError for an order that is none.
+        what to give `init_attention_mesh` as ``group``. ValueError for an order that is none, and for fewer
+        heads than one.
     """
+    if type(heads) is not int or heads < 1:
+        raise ValueError(f"heads is {heads!r}: give the ranks of the head axis, 1 or more")
     tile = Tile.parse(tile) if isinstance(tile, str) else tile if isinstance(tile, Tile) else Tile(*tile)
     axes = tuple(axis for name in order for axis in ORDER if axis == name)
     missing = tuple(axis for axis in ORDER if axis not in order)

@@ -249,6 +249,8 @@ def test_a_group_puts_the_axes_where_the_planner_wants_them() -> None:
     assert rank_order(2, "3x4", ("heads", "row", "col")) == list(range(24))
     with pytest.raises(ValueError, match="names heads, row and col"):
         rank_order(2, "3x4", ("row", "row"))
+    with pytest.raises(ValueError, match="heads is 0"):
+        rank_order(0, "3x4", ("row", "col"))
 
 
 def test_a_topology_of_one_node_plans_that_node_alone() -> None:
