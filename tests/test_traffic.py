@@ -26,7 +26,7 @@ from meshattn.program import Call
 from meshattn.testing import run_ranks
 from meshattn.transport.base import Message, TrafficRecord
 from meshattn.transport.threads import ThreadTransport
-from meshattn_kernels.contract import accumulator_dtype
+from meshattn_kernels.contract import AccumulatorKind, accumulator_dtype
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 EVERY_TILE = [tile for ranks in (1, 2, 3, 4, 6, 8) for tile in tiles(ranks)]
@@ -235,10 +235,13 @@ def test_buffers_of_a_pass_equal_the_memory_formula(
         return wrapper
 
     def during(direction: str, run: Any) -> Any:
-        def wrapper(call: Call, *tensors: Tensor) -> Any:
+        def wrapper(call: Call, *tensors: Tensor, **named: Any) -> Any:
             running.key = (call.forward.rank, direction)
+            kinds: tuple[AccumulatorKind, ...] = ("out",) if direction == "forward" else ("dq", "dkv")
+            results = [call.lines[kind].results for kind in kinds]
+            made[running.key] -= sum(packing.nbytes for packing in results if packing)  # are no buffers
             try:
-                return run(call, *tensors)
+                return run(call, *tensors, **named)
             finally:
                 del running.key
 

@@ -302,7 +302,7 @@ def test_a_close_that_graphs_hold_up_says_so(monkeypatch: pytest.MonkeyPatch) ->
     released = threading.Event()
     monkeypatch.setattr(P2PTransport, "uses_nccl", False)
     monkeypatch.setattr(p2p, "_GRAPH_GRACE", 0.2)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda group: released.wait(20))
+    monkeypatch.setattr(p2p, "end_group", lambda group: released.wait(20))
     transport = P2PTransport(SimpleNamespace(), [0], [0], 3.0)  # type: ignore[arg-type]
     transport._nccl = SimpleNamespace(captured=True, close=lambda: None)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"CUDA graphs .* reset\(\), before mesh\.close\(\)"):
