@@ -380,6 +380,8 @@ def test_gantt_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         ("--width 0", "--width: 0 is less than 1"),
         ("--jitter 1.5", "--jitter: 1.5 is more than 1"),
         ("--compute -1", "--compute: -1 is no time"),
+        ("--latency 1e308", "--latency: 1e308 is no time"),
+        ("--heads 100000", "more than 1,048,576 blocks: draw fewer"),
         ("--window 3", "--mask window belong together"),
         ("--mask window", "--mask window belong together"),
         ("--wave 2", "name a --schedule"),

@@ -9,7 +9,6 @@ and darker for the addition, gaps for waiting.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -97,9 +96,13 @@ def _number(least: int) -> Callable[[str], int]:
     return number
 
 
+_LONGEST = 1e9  # times of tiles are numbers around 1
+_MOST_BLOCKS = 2**20
+
+
 def _time(text: str) -> float:
-    if not 0 <= (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no time: give 0 or more")
+    if not 0 <= (value := float(text)) <= _LONGEST:
+        raise argparse.ArgumentTypeError(f"{text} is no time: give 0 to {_LONGEST:g}")
     return value
 
 
@@ -160,7 +163,13 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m meshattn
         parser.error("--window and --mask window belong together")
     if args.schedule == "auto" and (args.heads_in_flight or args.split_heads or args.wave):
         parser.error("auto chooses --heads-in-flight, --split-heads and --wave itself: name a --schedule")
-    ranges = _ranges(args.mask, args.kv_tiles, args.query_tiles or args.kv_tiles, args.window)
+    query_tiles = args.query_tiles or args.kv_tiles
+    if args.heads * args.kv_tiles * query_tiles > _MOST_BLOCKS:
+        parser.error(
+            f"--heads {args.heads} with {args.kv_tiles} x {query_tiles} tiles are more than {_MOST_BLOCKS:,} "
+            "blocks: draw fewer"
+        )
+    ranges = _ranges(args.mask, args.kv_tiles, query_tiles, args.window)
     kv_heads, workers = args.kv_heads or args.heads, args.workers or args.kv_tiles
     try:
         if args.schedule == "auto":
