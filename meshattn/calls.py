@@ -208,8 +208,9 @@ def _plan(given: Arguments, masks: BlockMasks, kernel: AttentionKernel) -> HeadC
         softmax_scale=shape.head_dim**-0.5 if options.softmax_scale is None else float(options.softmax_scale),
         device=device,
     )
-    if _can_be_recorded(inner):
-        inner = replace(inner, recorder=mesh.recorder(device))
+    recorder = mesh.recorder(device)
+    if recorder is not None and _can_be_recorded(inner):
+        inner = replace(inner, recorder=recorder)
     return HeadCall(inner, split, groups, mesh.head_ranks, mesh.head, mesh.head_transport(device))
 
 

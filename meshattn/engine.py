@@ -23,9 +23,7 @@ from meshattn.program import Call, Program
 from meshattn.sinks import add_sinks
 from meshattn.transport.base import Handle
 from meshattn_kernels import AttentionKernel, Intervals
-from meshattn_kernels.contract import (
-    AccumulatorKind,
-)
+from meshattn_kernels.contract import AccumulatorKind
 from meshattn_kernels.delta import row_delta
 from meshattn_kernels.dropout import with_dropout
 

@@ -3,14 +3,12 @@
 Only imported while something is being compiled: importing it loads the compiler, which takes seconds.
 """
 
+from functools import partial
+
 import torch
 
 from meshattn import autograd, calls
 
-attend = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    calls.attend, reason="the ranks exchange chunks here, which cannot be traced"
-)
-
-gradients = torch.compiler.disable(  # type: ignore[no-untyped-call]
-    autograd.gradients, reason="the ranks exchange chunks here, which cannot be traced"
-)
+_untraced = partial(torch.compiler.disable, reason="the ranks exchange chunks here, which cannot be traced")
+attend = _untraced(calls.attend)
+gradients = _untraced(autograd.gradients)

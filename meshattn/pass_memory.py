@@ -13,7 +13,7 @@ from torch import Tensor
 from meshattn.packing import Packed, Views
 from meshattn.plan.schedule import AXIS, Block, Merge, Payload, Transfer
 from meshattn.program import Call, Program
-from meshattn_kernels.contract import AccumulatorKind, add_accumulator, clear_accumulator
+from meshattn_kernels.contract import AccumulatorKind, add_accumulator, clear_accumulator, without_lse
 from meshattn_kernels.merge import merge_partial
 
 
@@ -158,7 +158,7 @@ class Accumulators:
             dtype=self._dtype,
             softmax_scale=self._softmax_scale,
             plus=self._plus,
-            into=[tensor for name, tensor in self._results.items() if name != "lse"],
+            into=tuple(without_lse(self._results).values()),
         )
         if "lse" in own:
             self._results["lse"].copy_(own["lse"])

@@ -190,6 +190,18 @@ class AttentionKernel(Protocol):
         ...
 
 
+def without_lse(acc: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What becomes the results."""
+    return {name: tensor for name, tensor in acc.items() if name != "lse"}
+
+
+def written_finished(acc: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, ...] | None:
+    """The results, if the kernel has written them itself (`writes_finished`). Tensors of float32 are
+    accumulators, also if one asks for results of that type."""
+    results = tuple(without_lse(acc).values())
+    return results if dtype != torch.float32 and all(x.dtype == dtype for x in results) else None
+
+
 def delivered(results: tuple[Tensor, ...], into: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
     """What ``finish`` returns: the results, copied to where they are wanted."""
     if into is None:

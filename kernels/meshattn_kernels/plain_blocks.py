@@ -32,6 +32,7 @@ from meshattn_kernels.contract import (
     clear_accumulator,
     delivered,
     rows_first,
+    without_lse,
 )
 from meshattn_kernels.intervals import BandIntervals, Intervals
 from meshattn_kernels.merge import merge_partial
@@ -176,5 +177,4 @@ class PlainBlocks:
     ) -> tuple[Tensor, ...]:
         if plus is not None:
             add_accumulator(acc, plus)
-        names = {"out": ("out",), "dq": ("dq",), "dkv": ("dk", "dv")}[kind]
-        return delivered(tuple(acc[name].to(dtype, copy=True) for name in names), into)
+        return delivered(tuple(x.to(dtype, copy=True) for x in without_lse(acc).values()), into)

@@ -24,6 +24,7 @@ from meshattn_kernels.contract import (
     delivered,
     heads_first,
     rows_first,
+    written_finished,
 )
 from meshattn_kernels.device import multiprocessors, on_device
 from meshattn_kernels.dispatch import choose_kernel
@@ -87,9 +88,9 @@ class HopperKernel:
         if kind == "dq":
             more, wanted = None if plus is None else plus["dq"], None if into is None else into[0]
             return (finished_dq(acc["dq"], dtype, float(softmax_scale), more, wanted),)
-        finished = dtype != torch.float32  # accumulators are no results, also if one asks for their type
-        if finished and all(acc[name].dtype == dtype for name in ("out", "dk", "dv") if name in acc):
-            return delivered(tuple(tensor for name, tensor in acc.items() if name != "lse"), into)
+        results = written_finished(acc, dtype)
+        if results is not None:
+            return delivered(results, into)
         if kind == "out":
             return (acc["out"].to(dtype),) if into is None else (into[0].copy_(acc["out"]),)
         return finished_dkv(acc, dtype, float(softmax_scale), plus, into)

@@ -20,6 +20,8 @@ from meshattn_kernels.contract import (
     clear_accumulator,
     delivered,
     rows_first,
+    without_lse,
+    written_finished,
 )
 from meshattn_kernels.dash import ScheduleTable, build_table, choose_schedule
 from meshattn_kernels.dropout import Dropout
@@ -151,17 +153,18 @@ class _Portable:
         plus: Mapping[str, Tensor] | None = None,
         into: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        if dtype != torch.float32 and all(x.dtype == dtype for name, x in acc.items() if name != "lse"):
-            return delivered(tuple(x for name, x in acc.items() if name != "lse"), into)
+        results = written_finished(acc, dtype)
+        if results is not None:
+            return delivered(results, into)
         if plus is not None:
             add_accumulator(acc, plus)
-        names = {"out": ("out",), "dq": ("dq",), "dkv": ("dk", "dv")}[kind]
-        into = into or [torch.empty_like(acc[name], dtype=dtype) for name in names]
-        for name, result in zip(names, into, strict=True):
+        sums = without_lse(acc)
+        into = into or [torch.empty_like(x, dtype=dtype) for x in sums.values()]
+        for (name, x), result in zip(sums.items(), into, strict=True):
             if name in ("dq", "dk"):
-                scale_into(result, acc[name], softmax_scale)
+                scale_into(result, x, softmax_scale)
             else:
-                result.copy_(acc[name])
+                result.copy_(x)
         return tuple(into)
 
     def forward(
