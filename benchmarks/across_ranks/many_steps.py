@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from across_ranks.rank_check import CHECKED_LENGTH
-from across_ranks.rank_cuts import name_of
+from across_ranks.rank_cuts import cut_of, name_of
 from meshattn.plan import CallShape, Tile, tiles
 from meshattn.plan.placement import Cut
 from meshattn.plan.planner import choose
@@ -40,7 +40,8 @@ class Scale:
     kernel: str = ""
     warmed: Mapping[str, Sequence[Block]] = field(default_factory=dict)
     """By step, blocks whose kernels are compiled ahead: of its model, and of the short sequence on which it
-    is checked. Longer blocks have the same kernels."""
+    is checked. Longer blocks have the same kernels; those of shared GPUs, which are portable, are other ones
+    for every number of heads."""
 
     @property
     def real(self) -> bool:
@@ -76,6 +77,10 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             },
         )
     if gpus:
+        widths = sorted({cut_of(cut).heads for cut in long_cuts(ranks)})  # the first is 1, the ring's
+        cut = [
+            (rows, 32 // width, max(1, 8 // width), 128) for width in widths for rows in (width * short, 1024)
+        ]
         return Scale(
             name="-virtual",
             device="cuda",
@@ -90,10 +95,10 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             kernel=KERNEL_OF_SHARED_GPUS,  # the blocks of others wait for each other
             warmed={
                 "self-test": [(short, 32, 8, 128), (short, 32, 32, 128)],
-                "calibrate": [(1024, 32, 8, 128)],
-                "tables": [(short, 32, 8, 128), (1024, 32, 8, 128)],
+                "calibrate": [(1024, 32, 8, 128), (1024, 8, 2, 128)],
+                "tables": cut,
                 "slow-links": [(short, 16, 16, 64), (1024, 16, 16, 64)],
-                "million": [(1024, 32, 8, 128)],
+                "million": [block for block in cut if block[0] == 1024],
                 "train-mesh": [(1024, 4, 2, 128)],
             },
         )
@@ -181,7 +186,10 @@ def steps(ranks: int, scale: Scale, out: Path, only: Collection[str] = ()) -> li
         for name, program, options, real, trial in found
     ]
     if scale.warmed:
-        made.insert(0, Step("warm", (str(HERE / "warm.py"), *_warming(scale, only), *kernel), 29, alone=True))
+        warm = 29 if scale.real else 45
+        made.insert(
+            0, Step("warm", (str(HERE / "warm.py"), *_warming(scale, only), *kernel), warm, alone=True)
+        )
     return [step for step in made if not only or step.name in only]
 
 

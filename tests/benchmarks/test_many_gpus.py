@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import many_gpus
 import options
 import warm
 from across_ranks import many_steps
+from across_ranks.rank_contenders import Case
+from across_ranks.rank_cuts import cut_of
 from meshattn import cli
+from meshattn.plan.heads import inner_shape
 from virtual import undertaker
 from waiting import eventually
 
@@ -104,6 +108,24 @@ def test_kernels_of_all_models_are_compiled_ahead(scale: many_steps.Scale, tmp_p
         for step, text in wanted.items():
             assert found[step] == {kinds(text)}, step
         assert found["self-test"] == {(128, True), (128, False)}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_portable_kernels_are_compiled_ahead_for_every_number_of_heads(ranks: int, tmp_path: Path) -> None:
+    scale = many_steps.scale_of(ranks, 1)
+    steps = {step.name: list(step.program[1:]) for step in many_steps.steps(ranks, scale, tmp_path)}
+    calibrated = cli._parser().parse_args(steps["calibrate"][1:])
+    wanted = {"calibrate": set(zip(calibrated.heads, calibrated.kv_heads, strict=True))}
+    for name, program, option in (
+        ("tables", "distributed.py", "tile"),
+        ("million", "million_tokens.py", "cut"),
+    ):
+        parsed = parser_of(str(many_steps.HERE / program))(steps[name])
+        shape = Case(1, 1, parsed.heads, parsed.kv_heads, parsed.head_dim, torch.bfloat16, True, "").shape(1)
+        inner = [inner_shape(shape, cut_of(cut).heads) for cut in getattr(parsed, option)]
+        wanted[name] = {(one.heads, one.kv_heads) for one in inner}
+    for name, heads in wanted.items():
+        assert heads <= {block[1:3] for block in scale.warmed[name]}, name
 
 
 def test_only_what_is_run_is_compiled_ahead(tmp_path: Path) -> None:
