@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ImportError as error:
             parser.error(f"gantt draws what kernels do, and needs torch ({error})")
         return gantt(given[1:], prog="meshattn gantt")
-    args = parser.parse_args(given)
+    args, unknown = parser.parse_known_args(given)
+    if unknown:  # said here, or argparse would show the usage of no command
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         said = COMMANDS[args.command](args)
         if said:
@@ -155,9 +157,10 @@ def _shape(args: argparse.Namespace) -> CallShape:
     check_head_dim(args.head_dim)
     exact = "fp64" if args.dtype == "fp64" else "fp32"
     if args.reduce_dtype not in (None, args.dtype, exact):
+        other = "" if args.dtype == exact else f" or as {args.dtype}"
         raise ValueError(
-            f"--reduce-dtype is {args.reduce_dtype}, but partial results of {args.dtype} move as {exact} or "
-            f"as {args.dtype}"
+            f"--reduce-dtype is {args.reduce_dtype}, but partial results of {args.dtype} move as {exact} "
+            f"(the default){other}"
         )
     kv_heads = args.heads if args.kv_heads is None else args.kv_heads
     if kv_heads < 1 or args.heads % kv_heads:

@@ -90,10 +90,10 @@ class Documents:
     def __post_init__(self) -> None:
         if len(self.q) != len(self.k):
             raise ValueError(
-                f"cu_seqlens_q has {len(self.q) - 1} documents and cu_seqlens_k {len(self.k) - 1}; "
-                "they must have equally many (a document may be empty)"
+                f"seq has {len(self.q) - 1} documents and kv_seq {len(self.k) - 1}: their cu_seqlens must "
+                "have equally many (a document may be empty)"
             )
-        for name, bounds in (("cu_seqlens_q", self.q), ("cu_seqlens_k", self.k)):
+        for name, bounds in (("cu_seqlens of seq", self.q), ("cu_seqlens of kv_seq", self.k)):
             checked_cu_seqlens(bounds, bounds[-1] if bounds else 0, name)
 
     @classmethod

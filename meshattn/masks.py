@@ -241,10 +241,10 @@ def _ranges_of(rule: MaskRule, position: Tensor, q_len: int, kv_len: int) -> tup
         low, high = torch.tensor([0, kv_len], dtype=torch.int64, device="cpu")
         aligned = position + (kv_len - q_len)
     else:
-        for name, bounds, seq_len in (("q", rule.documents.q, q_len), ("k", rule.documents.k, kv_len)):
+        for name, bounds, seq_len in (("seq", rule.documents.q, q_len), ("kv_seq", rule.documents.k, kv_len)):
             if bounds[-1] > seq_len:
                 raise ValueError(
-                    f"cu_seqlens_{name} ends at {bounds[-1]}, beyond the sequence length {seq_len}"
+                    f"cu_seqlens of {name} ends at {bounds[-1]}, beyond the sequence length {seq_len}"
                 )
         q_ends, starts, ends, shifts = rule.documents.tables
         document = torch.searchsorted(q_ends, position, right=True)

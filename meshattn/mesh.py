@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -213,7 +214,15 @@ class AttentionMesh:
 
         Raises ValueError if they do not divide.
         """
-        split = HeadSplit.of(shape.heads, shape.kv_heads, self.heads)
+        try:
+            split = HeadSplit.of(shape.heads, shape.kv_heads, self.heads)
+        except ValueError as error:
+            both = gcd(shape.heads, self.size)
+            fitting = ", ".join(str(w) for w in range(1, both + 1) if both % w == 0)
+            raise ValueError(
+                f"{error}: build the mesh with heads= one of {fitting}, which divide its {self.size} ranks, "
+                "too, and another tile, or tile='auto'"
+            ) from None
         if isinstance(self.head_groups, str):
             taking = self.head_transport(device).multiprocessors > 0
             return split, 1 if taking else head_groups(shape, self.heads)

@@ -96,7 +96,7 @@ def test_wide_matrix_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
         ("layouts --ranks 6 --window 4 9", "--window is 4 9, but under a causal mask"),
         ("schedule --ranks 6 --head-dim 20", "--head-dim is 20, but must be a multiple of 8"),
         ("schedule --ranks 6 --reduce-dtype fp16", "--reduce-dtype is fp16, but partial results of bf16"),
-        ("schedule --ranks 6 --dtype fp64 --reduce-dtype fp32", "move as fp64 or as fp64"),
+        ("schedule --ranks 6 --dtype fp64 --reduce-dtype fp32", "of fp64 move as fp64 (the default)\n"),
         ("layouts --ranks 0", "--ranks is 0"),
         ("assignment --ranks 6 --tile 2x3 --rank 6", "--rank is 6, but ranks are 0 to 5"),
         ("", "command"),
@@ -274,6 +274,8 @@ def test_plan_shows_no_line_twice(capsys: pytest.CaptureFixture[str], ranks: int
         "schedule --ranks 4 --tile 3x2",
         "assignment --ranks 4 --tile 2x2 --rank 9",
         "layouts --ranks 5000",
+        "plan --ranks 4 --topology dgx-h200 --tiles 2x2",
+        "gantt --tiles 2x2",
     ],
     ids=lambda wrong: str(wrong).split()[0],
 )

@@ -92,7 +92,7 @@ def test_tensors_and_lists_are_the_same(dtype: torch.dtype) -> None:
 def test_gaps_become_documents_of_one_side() -> None:
     paired = Documents.of(PackedDocuments((0, 4, 6), (3, 2)), PackedDocuments((0, 5, 9)))
     assert paired == Documents((0, 3, 4, 4, 6, 6, 6), (0, 5, 5, 5, 9, 9, 9))
-    with pytest.raises(ValueError, match="cu_seqlens_q has 2 documents and cu_seqlens_k 1"):
+    with pytest.raises(ValueError, match="seq has 2 documents and kv_seq 1"):
         Documents.of(PackedDocuments((0, 4, 6), (3, 2)), PackedDocuments((0, 5)))
 
 

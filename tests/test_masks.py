@@ -314,12 +314,12 @@ def test_good_cu_seqlens_become_integers() -> None:
 
 
 def test_documents_must_fit_each_other_and_the_sequences() -> None:
-    with pytest.raises(ValueError, match="cu_seqlens_q has 2 documents and cu_seqlens_k 1"):
+    with pytest.raises(ValueError, match="seq has 2 documents and kv_seq 1"):
         Documents((0, 2, 4), (0, 4))
-    with pytest.raises(ValueError, match="cu_seqlens_k decreases"):
+    with pytest.raises(ValueError, match="cu_seqlens of kv_seq decreases"):
         Documents((0, 2, 4), (0, 4, 2))
     layout = cut("striped", 6, 2)
-    with pytest.raises(ValueError, match="cu_seqlens_q ends at 7, beyond the sequence length 6"):
+    with pytest.raises(ValueError, match="cu_seqlens of seq ends at 7, beyond the sequence length 6"):
         block_intervals(MaskRule(documents=Documents((0, 7), (0, 6))), layout, 0, layout, 1)
 
 

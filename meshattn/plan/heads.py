@@ -41,10 +41,8 @@ class HeadSplit:
         """As few copies of key/value heads as let every rank hold equally many, for equally many query heads
         each. Raises ValueError if the query heads do not divide."""
         if heads % ranks:
-            fitting = ", ".join(str(w) for w in range(1, heads + 1) if heads % w == 0)
             raise ValueError(
-                f"q has {heads} heads, which the {ranks} ranks of the head axis cannot share equally: build "
-                f"the mesh with a heads= of {fitting} that divides its ranks, too, and a larger tile"
+                f"q has {heads} heads, which the {ranks} ranks of the head axis cannot share equally"
             )
         group = heads // kv_heads
         copies = group // gcd(heads // ranks, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -152,7 +153,7 @@ def test_a_tile_chosen_by_bytes() -> None:
 @pytest.mark.parametrize(
     ("groups", "kv_heads", "query_heads", "words"),
     [
-        ("auto", 2, 4, (r"q has 4 heads, which the 3 ranks", "of 1, 2, 4 that divides its ranks")),
+        ("auto", 2, 4, (r"q has 4 heads, which the 3 ranks", "heads= one of 1, which divide its 3 ranks")),
         (2, 6, 6, ()),
         (2, 3, 6, ("head_groups=2", "has 1 key/value heads", "head_groups='auto'")),
     ],
@@ -175,6 +176,22 @@ def test_heads_that_cannot_be_shared_out(
         ma.mesh_attention(six, six, six, seq)
 
     run_ranks(3, on_rank)
+
+
+def test_the_axes_that_are_named_instead_can_share_the_heads() -> None:
+    def on_rank(group: Any) -> None:
+        mesh = ma.init_attention_mesh(group, heads=4)
+        q = torch.ones(1, mesh.sequence(9).rows, 6, 8)
+        with pytest.raises(ValueError, match="q has 6 heads, which the 4 ranks") as refused:
+            ma.mesh_attention(q, q, q, mesh.sequence(9))
+        found = re.search(r"one of ([\d, ]+), which divide its 4 ranks", str(refused.value))
+        assert found is not None
+        for axis in map(int, found[1].split(", ")):
+            seq = ma.init_attention_mesh(group, heads=axis).sequence(9)
+            q = torch.ones(1, seq.rows, 6, 8)
+            ma.mesh_attention(q, q, q, seq)
+
+    run_ranks(4, on_rank)
 
 
 def test_ranks_that_disagree_on_the_axis() -> None:

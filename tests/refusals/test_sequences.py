@@ -50,7 +50,7 @@ CALLS: Calls = {
     ),
     "documents-of-other-number": (
         lambda m: _packed(m, [0, 3, 8], [0, 8]),
-        ("cu_seqlens_q has 2 documents and cu_seqlens_k 1", "equally many"),
+        ("seq has 2 documents and kv_seq 1", "equally many"),
     ),
     "documents-too-long": (
         lambda m: m.sequence(8, cu_seqlens=[0, 3, 9]),
