@@ -104,7 +104,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--suite", nargs="+", choices=(*SUITES, LAUNCH, "all"), default=["quick"])
     parser.add_argument("--head-dim", type=int, nargs="+", choices=(64, 128), default=[128, 64])
-    parser.add_argument("--rounds", type=int, default=9, help="turns that each kernel gets")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=9,
+        help="turns that each kernel gets; twice as many beside FlashAttention-4 in the suite required",
+    )
     parser.add_argument("--commit", help="name of the code, where it is no git checkout")
     parser.add_argument("--out", default=str(REPORTS), help="folder of records, picture and report")
     parser.add_argument(
@@ -154,7 +159,7 @@ def _measure(
     timed = [figure for figure in comparison.figures if (figure.kernel, figure.case) in ready]
     runs = {figure: ready[figure.kernel, figure.case].passes[figure.what] for figure in timed}
     matmul = Figure(MATMUL, comparison.figures[0].case, "product")
-    times = alternate(clock, {**runs, matmul: clock.matmul}, rounds=rounds)
+    times = alternate(clock, {**runs, matmul: clock.matmul}, rounds=rounds * comparison.turns)
     _record(comparison, times, matmul, clock.matmul_flop, session)
 
 
@@ -226,13 +231,16 @@ def _record(
     for ours, peer in comparison.ratios:
         if ours in rates and peer in rates:
             where = "" if peer.case == ours.case else f" at {peer.case}"
+            faster, error = times[ours].times_faster(times[peer])
+            work = ours.case.flop(ours.what) / peer.case.flop(peer.what)
             session.add(
                 ours.case,
                 f"{ours} TF/s",
                 rates[ours],
                 peer=f"{peer}{where}",
-                ratio=rates[ours] / rates[peer],
+                ratio=faster * work,
                 spread=times[ours].spread,
+                error=None if error is None else error * work,
             )
     shown = " | ".join(f"{figure} {rate:.0f} ({times[figure].spread:.0%})" for figure, rate in rates.items())
     print(f"{comparison.figures[0].case} TF/s: {shown}", flush=True)

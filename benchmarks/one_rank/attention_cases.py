@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 FORWARD = "forward"
 """The kernel's forward into a float32 accumulator that it overwrites."""
@@ -88,6 +88,8 @@ class Comparison:
 
     figures: tuple[Figure, ...]
     ratios: tuple[tuple[Figure, Figure], ...] = field(default=())
+    turns: int = 1
+    """How many times as many turns as others: more where ratios are close to what is wanted of them."""
 
     @property
     def kernels(self) -> tuple[tuple[str, Case], ...]:
@@ -227,11 +229,12 @@ def blocks(head_dims: Sequence[int]) -> list[Comparison]:
 
 def required(head_dims: Sequence[int]) -> list[Comparison]:
     """What ``wanted.py`` asks for and nothing else, so that one run of some minutes answers all of it."""
+    close = [replace(comparison, turns=2) for comparison in quick(head_dims)]
     naive = {"hopper": (BACKWARD,), "hopper@naive": (BACKWARD,)}
     flex = {name: (BACKWARD_TOTAL,) for name in ("triton", "triton-dash", "flex")}
     against_flex = [(name, "flex", BACKWARD_TOTAL) for name in ("triton", "triton-dash")]
     return [
-        *quick(head_dims),
+        *close,
         *(
             _compare(of_hidden(d, True, 16384), naive, [("hopper", "hopper@naive", BACKWARD)])
             for d in head_dims

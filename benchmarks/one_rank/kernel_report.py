@@ -22,7 +22,8 @@ TF/s count 4 B H S_q S_k D operations forward, 2.5 times as many backward, half 
 Each figure is the median over turns that all kernels of a row take in one process; a turn is timed once its
 kernel has run for some 20 ms behind 40 ms of matrix products, so that the clock has settled to what the GPU's
 power limit leaves and no kernel gains or loses by the one before it. In brackets is how far the middle three
-fifths of the runs reach, relative to the median. A *total* is all that a user of one GPU pays: out, or delta
+fifths of the runs reach, relative to the median. A ratio is the mean over rounds of the ratio of two turns of
+a round, and behind +- stands its standard error. A *total* is all that a user of one GPU pays: out, or delta
 and dq, dk, dv, in the type of the inputs; other passes use float32 accumulators. Every kernel was
 checked against float64 at the very shape that is timed."""
 
@@ -87,7 +88,7 @@ def load(path: Path) -> Run:
     first = lines[0]
     machine = Machine(first["device"], first["versions"], first["commit"], first["date"])
     names = [field.name for field in fields(Record)]
-    return machine, [Record(**{name: line[name] for name in names}) for line in lines]
+    return machine, [Record(**{name: line.get(name) for name in names}) for line in lines]
 
 
 def render(runs: Sequence[Run], picture: str | None = None, notes: Sequence[str] = ()) -> str:
@@ -134,7 +135,7 @@ def _wanted(book: Book) -> str:
             continue
         least = min(record.ratio or 0.0 for record, _ in found)
         cells = [
-            f"{_short(record.case)} {record.ratio:.3f} ({record.spread or 0:.1%}, {spread:.1%})"
+            f"{_short(record.case)} {_ratio(record)} ({record.spread or 0:.1%}, {spread:.1%})"
             for record, spread in found
         ]
         rows.append(
@@ -188,6 +189,10 @@ def _short(case: str) -> str:
     return " ".join(case.split("-")[1:3])
 
 
+def _ratio(record: Record) -> str:
+    return f"{record.ratio:.3f}" + ("" if record.error is None else f" +- {record.error:.3f}")
+
+
 def _rates(book: Book, what: str) -> str:
     found = book.rates(what)
     kernels = list(dict.fromkeys(kernel for row in found.values() for kernel in row))
@@ -217,17 +222,17 @@ def _order(case: str) -> tuple[str, str, int, str]:
 
 def _ratios(book: Book) -> list[str]:
     """A table for each figure that is compared: cases by peers."""
-    found: dict[str, dict[tuple[int, str], dict[str, float]]] = {}
+    found: dict[str, dict[tuple[int, str], dict[str, str]]] = {}
     for number, record in book.records:
         if record.metric.endswith(RATE) and record.peer not in (None, MATMUL) and record.ratio:
             peer = record.peer.partition(" at ")[0] if record.peer else ""
             row = found.setdefault(record.metric.removesuffix(RATE), {}).setdefault((number, record.case), {})
-            row[peer + (", unshared heads" if " at " in (record.peer or "") else "")] = record.ratio
+            row[peer + (", unshared heads" if " at " in (record.peer or "") else "")] = _ratio(record)
     tables = []
     for figure, rows in found.items():
         peers = list(dict.fromkeys(peer for row in rows.values() for peer in row))
         body = [
-            [case, *(f"{row[peer]:.3f}" if peer in row else "" for peer in peers)]
+            [case, *(row.get(peer, "") for peer in peers)]
             for (_, case), row in sorted(rows.items(), key=lambda item: (_order(item[0][1]), item[0][0]))
         ]
         tables.append(f"### {figure}, relative to\n\n" + table(["case", *peers], body))

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -132,7 +134,7 @@ def alternate(
         run()
         costs[name] = clock.once(run)
     clock.warm(warm_s)
-    samples: dict[Name, list[float]] = {name: [] for name in runs}
+    samples: dict[Name, list[list[float]]] = {name: [] for name in runs}
     names = list(runs)
     for number in range(rounds):
         turn = number * len(names) // rounds
@@ -141,8 +143,11 @@ def alternate(
             wanted = round(burst_ms / max(device_ms, 1e-3))
             settle, repeats = min(100, max(1, wanted)), min(100, max(2, wanted))
             lead_ms = max(LEAD_MS, (1.5 * host_ms - device_ms) * (settle + repeats))
-            samples[name] += clock.burst(runs[name], settle, repeats, lead_ms)
-    return {name: Timing.of(spent) for name, spent in samples.items()}
+            samples[name].append(clock.burst(runs[name], settle, repeats, lead_ms))
+    return {
+        name: replace(Timing.of([*itertools.chain(*turns)]), turns=tuple(map(statistics.median, turns)))
+        for name, turns in samples.items()
+    }
 
 
 def host_us(run: Run, calls: int = 60) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from harness import Machine, Record
+from harness import Machine, Record, Timing
 from meshattn_kernels import get_kernel
 from one_rank import attention_cases as shapes
 from one_rank import contenders, kernel_report, peers, timing
@@ -187,6 +187,9 @@ def test_runs_take_turns() -> None:
         "middle": 2.0,
         "long": 50.0,
     }
+    assert {name: timing.turns for name, timing in times.items()} == {
+        name: (run(),) * 6 for name, run in runs.items()
+    }
     assert set(Counter(run for run, _ in clock.bursts).values()) == {6}
     assert {name: dict(clock.bursts)[run] for name, run in runs.items()} == {
         "short": 100,
@@ -197,6 +200,15 @@ def test_runs_take_turns() -> None:
     assert all(len({run for run, _ in each}) == 3 for each in rounds)
     assert {each[0][0] for each in rounds} == set(runs.values())
     assert [run for run, _ in rounds[1]] == [run for run, _ in reversed(rounds[0])]
+
+
+def test_a_ratio_is_of_turns_side_by_side() -> None:
+    ours, peer = (Timing(2.0, 1.0, 4.0, turns) for turns in ((1.0, 2.0, 4.0), (1.1, 2.4, 5.2)))
+    ratio, error = ours.times_faster(peer)
+    assert ratio == pytest.approx(1.2) and error == pytest.approx(0.1 / 3**0.5)
+    assert peer.times_faster(peer) == (1.0, 0.0)
+    alone = replace(ours, turns=(1.5,))
+    assert alone.times_faster(replace(peer, turns=(1.2,))) == (pytest.approx(0.8), None)
 
 
 def run_cpu(folder: Path) -> list[dict[str, Any]]:
@@ -307,6 +319,12 @@ def test_the_report_says_what_is_met(ratio: float, met: str) -> None:
     assert len(rows) == 1
     assert rows[0].split("|")[-2].strip() == met
     assert "D64, 16k" not in text
+
+
+def test_the_report_says_how_well_a_ratio_is_known() -> None:
+    record = replace(forward_ratio(shapes.of_hidden(128, True, 16384), 1.004), error=0.0031)
+    text = kernel_report.render([(Machine("a GPU", "1", "abc", "2026-11-29"), [record])])
+    assert text.count("1.004 +- 0.003") == 2  # beside what is wanted, and in the table of ratios
 
 
 def test_runs_are_joined(tmp_path: Path) -> None:
