@@ -26,7 +26,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("pictures take matplotlib: pip install meshattn[demo]") from None
+        raise ValueError("pictures take matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -177,9 +177,7 @@ def _parse(path: Path) -> Any:
         try:
             yaml = import_module("yaml")
         except ImportError:
-            raise ValueError(
-                f"{path} is not JSON ({error}); to read other YAML install PyYAML: pip install meshattn[yaml]"
-            ) from None
+            raise ValueError(f"{path} is not JSON ({error}); YAML takes PyYAML: pip install PyYAML") from None
         try:
             return yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError) as wrong:  # a date of no calendar is the second

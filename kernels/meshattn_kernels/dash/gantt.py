@@ -87,10 +87,12 @@ def _ranges(mask: str, kv_tiles: int, query_tiles: int, window: int | None) -> T
     return TileRanges(causal.first, last, query_tiles)
 
 
-def _number(least: int) -> Callable[[str], int]:
+def _number(most: int) -> Callable[[str], int]:
     def number(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        if not 1 <= (value := int(text)) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{value} is {'less than 1' if value < 1 else f'more than {most}'}"
+            )
         return value
 
     return number
@@ -98,6 +100,7 @@ def _number(least: int) -> Callable[[str], int]:
 
 _LONGEST = 1e9  # times of tiles are numbers around 1
 _MOST_BLOCKS = 2**20
+_MOST_ROWS, _MOST_COLUMNS = 4096, 10_000  # of what is drawn
 
 
 def _time(text: str) -> float:
@@ -125,7 +128,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    add, tiles = parser.add_argument, _number(1)
+    add, tiles = parser.add_argument, _number(_MOST_BLOCKS)
     add("--schedule", default="auto", choices=("auto", *SCHEDULES), help="the order; auto: what kernels take")
     add(
         "--mask",
@@ -138,7 +141,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--query-tiles", type=tiles, help="tiles of queries; None: as many as of keys")
     add("--heads", type=tiles, default=2, help="query heads")
     add("--kv-heads", type=tiles, help="key/value heads; None: as many as query heads")
-    add("--workers", type=tiles, help="multiprocessors; None: as many as key/value tiles")
+    add(
+        "--workers",
+        type=_number(_MOST_ROWS),
+        help="multiprocessors; None: as many as key/value tiles, at most 4096",
+    )
     add(
         "--heads-in-flight",
         type=tiles,
@@ -151,7 +158,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--latency", type=_time, default=0.0, help="time from one addition to the next worker's")
     add("--run-ahead", type=int, default=0, choices=(0, 1), help="tiles computed ahead of an addition")
     add("--jitter", type=_share, default=0.0, help="how much the times of tiles vary, as a share of them")
-    add("--width", type=tiles, default=100, help="columns of the text")
+    add("--width", type=_number(_MOST_COLUMNS), default=100, help="columns of the text")
     add("--output", type=_picture, help="file of a picture")
     return parser
 
@@ -170,7 +177,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m meshattn
             "blocks: draw fewer"
         )
     ranges = _ranges(args.mask, args.kv_tiles, query_tiles, args.window)
-    kv_heads, workers = args.kv_heads or args.heads, args.workers or args.kv_tiles
+    kv_heads, workers = args.kv_heads or args.heads, args.workers or min(args.kv_tiles, _MOST_ROWS)
+    if args.heads % kv_heads:
+        parser.error(f"--kv-heads is {kv_heads}, but must divide the {args.heads} query heads of --heads")
     try:
         if args.schedule == "auto":
             table = choose_schedule(
@@ -196,16 +205,16 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m meshattn
         )
         timeline = simulate(table, costs)
     except (ValueError, Deadlock) as error:
-        print(error, file=sys.stderr)
-        return 2
+        parser.error(str(error))
     print(draw_text(timeline, args.width))
     print(summary(table, timeline))
     if args.output:
         try:
             draw_picture(table, timeline, args.output)
         except ImportError:
-            print("a picture needs matplotlib: pip install matplotlib", file=sys.stderr)
-            return 2
+            parser.error("--output takes matplotlib: pip install matplotlib")
+        except OSError as error:
+            parser.error(f"--output {args.output}: {error.strerror}")
     return 0
 
 
