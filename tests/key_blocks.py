@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from cases import Inputs, Results
 from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals, accumulator_dtype
+from meshattn_kernels.dropout import Positions
 
 Block = tuple[slice, Intervals]
 """A range of the keys, and which of them each query sees."""
@@ -46,12 +49,35 @@ def nan_accumulator(kernel: Any, kind: str, q: Tensor, k: Tensor, v: Tensor, row
     return {name: piece.view(size) for (name, size), piece in zip(sizes.items(), pieces, strict=True)}
 
 
+def cut(whole: BandIntervals, cuts: Sequence[int]) -> list[Block]:
+    """The blocks of keys between neighbouring ``cuts``, of which a query sees what ``whole`` lets it see."""
+    return [
+        (
+            slice(t0, t1),
+            BandIntervals(max(whole.lo + t0, -UNBOUNDED), min(whole.hi + t0, UNBOUNDED), whole.n_q, t1 - t0),
+        )
+        for t0, t1 in pairwise(cuts)
+    ]
+
+
+def of_keys(kernel: Any, keys: slice) -> Any:
+    """``kernel`` for these of the keys, whose positions its dropout counts with."""
+    dropout, t0 = getattr(kernel, "dropout", None), keys.start
+    if dropout is None or not t0:
+        return kernel
+    whole = dropout.keys
+    gap = (whole.split - t0, whole.jump) if t0 < whole.split else ()
+    positions = Positions(int(whole.of(t0, t0 + 1)), whole.stride, *gap)
+    return replace(kernel, dropout=replace(dropout, keys=positions))
+
+
 def forward_over(kernel: Any, inputs: Inputs, blocks: Sequence[Block], scale: float, new: New) -> Accumulator:
     """out and lse of all blocks, not finished."""
     q, k, v, _ = inputs
     acc = new("out", q, k, v)
     for n, (keys, intervals) in enumerate(blocks):
-        kernel.forward(q, k[:, keys], v[:, keys], acc, intervals, softmax_scale=scale, first=n == 0)
+        one = of_keys(kernel, keys)
+        one.forward(q, k[:, keys], v[:, keys], acc, intervals, softmax_scale=scale, first=n == 0)
     return acc
 
 
@@ -64,7 +90,7 @@ def run_over(kernel: Any, inputs: Inputs, blocks: Sequence[Block], scale: float,
     for n, (keys, intervals) in enumerate(blocks):
         k_block, v_block = k[:, keys], v[:, keys]
         dkv = new("dkv", q, k_block, v_block)
-        kernel.backward(
+        of_keys(kernel, keys).backward(
             q, k_block, v_block, do, acc["lse"], delta, dq, dkv, intervals,
             softmax_scale=scale, first_dq=n == 0, first_dkv=True,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 from cases import Inputs, Results, Shape
 from key_blocks import Block, forward_over, nan_accumulator, run_over
 from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals, accumulator_dtype
+from meshattn_kernels.dropout import Dropout
 from meshattn_kernels.portable.kernel import TritonDashKernel, TritonKernel
 from meshattn_kernels.portable.launch import INTERPRETED
 from tolerance import bound, error
@@ -52,14 +53,19 @@ class Run:
         )
 
 
-def probabilities(inputs: Inputs, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """p [B, H, S, S_k] of dense attention with the mask ``visible`` [S, S_k], and its lse [B, H, S]."""
+def probabilities(
+    inputs: Inputs, visible: Tensor, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """p [B, H, S, S_k] of dense attention with the mask ``visible`` [S, S_k], and its lse [B, H, S]; both in
+    the type of accumulators."""
     q, k = inputs.q, per_query_head(inputs.k, inputs.q)
     scores = torch.einsum("bshd,bthd->bhst", q, k).to(accumulator_dtype(q.dtype)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     none = ~visible.any(-1)
     scores = scores.masked_fill(~visible & ~none[:, None], -math.inf).masked_fill(none[:, None], 0.0)
     lse = scores.logsumexp(-1).masked_fill(none, -math.inf)
-    return scores.softmax(-1).masked_fill(none[:, None], 0.0).to(q.dtype), lse
+    return scores.softmax(-1).masked_fill(none[:, None], 0.0), lse
 
 
 def per_query_head(x: Tensor, q: Tensor) -> Tensor:
@@ -67,12 +73,22 @@ def per_query_head(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
 
 
-def dense(inputs: Inputs, visible: Tensor, scale: float, dtype: torch.dtype) -> Results:
+def dense(
+    inputs: Inputs,
+    visible: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    softcap: float = 0.0,
+    dropout: Dropout | None = None,
+) -> Results:
     """All results of dense attention in ``dtype``."""
     q, k, v, do = (x.detach().to(dtype) for x in inputs)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    p, lse = probabilities(Inputs(q, k, v, do), visible, scale)
-    out = torch.einsum("bhst,bthd->bshd", p, per_query_head(v, q))
+    p, lse = probabilities(Inputs(q, k, v, do), visible, scale, softcap)
+    if dropout is not None:
+        kept = dropout.kept(len(q), q.shape[2], (0, q.shape[1]), (0, k.shape[1]), q.device)
+        p = p * kept / (1 - dropout.p)
+    out = torch.einsum("bhst,bthd->bshd", p.to(dtype), per_query_head(v, q))
     return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), do))
 
 
@@ -108,18 +124,23 @@ def visible_pairs(rows: int, keys: int, blocks: list[Block]) -> Tensor:
 
 
 def check(kernel: Kernel, inputs: Inputs, blocks: list[Block], scale: float = 0.3) -> Results:
-    """Compare with dense attention of the same keys, on the same device; returns what the kernel gave."""
+    """Compare with dense attention of the same keys, on the same device; returns what the kernel gave.
+
+    What rounding leaves is estimated without softcap and dropout, and doubled where they are.
+    """
     actual = Run(kernel, scale)(inputs, blocks)
     order = torch.cat([torch.arange(inputs.k.shape[1])[span] for span, _ in blocks])
     actual = actual._replace(dk=actual.dk[:, order.argsort()], dv=actual.dv[:, order.argsort()])
     visible = visible_pairs(inputs.q.shape[1], inputs.k.shape[1], blocks).to(DEVICE)
     inputs = Inputs(*(x.to(DEVICE) for x in inputs))
-    oracle = dense(inputs, visible, scale, torch.float64)
-    eager = dense(inputs, visible, scale, inputs.q.dtype)
-    left = rounding(inputs, visible, scale)
+    oracle, eager = (
+        dense(inputs, visible, scale, dtype, kernel.softcap, kernel.dropout)
+        for dtype in (torch.float64, inputs.q.dtype)
+    )
+    left, slack = rounding(inputs, visible, scale), 2.0 if kernel.softcap or kernel.dropout else 1.0
     for name in Results._fields:
         ours, exact, same_type = (getattr(results, name) for results in (actual, oracle, eager))
-        found, allowed = error(ours, exact), bound(exact, ours.dtype, same_type) + left.get(name, 0.0)
+        found, allowed = error(ours, exact), bound(exact, ours.dtype, same_type) + slack * left.get(name, 0.0)
         assert found <= allowed, f"{name}: error {found:.3e} > {allowed:.3e} ({ours.dtype})"
     return actual
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
 
 from cases import Inputs, Results, Shape, dense, make_inputs
-from key_blocks import Block, run_over
+from key_blocks import cut, run_over
 from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, get_kernel
 from meshattn_kernels.contract import new_accumulator
 from meshattn_kernels.plain_blocks import PlainBlocks, pieces_of
@@ -70,10 +70,7 @@ def run(kernel: PlainBlocks, inputs: Inputs, cuts: list[int], lo: int, n_q: int,
     """
     q, k, v, do = (x.clone() for x in inputs)
     q[:, n_q:] = do[:, n_q:] = math.nan
-    blocks: list[Block] = [
-        (slice(t0, t1), BandIntervals(max(lo + t0, -UNBOUNDED), UNBOUNDED, n_q, t1 - t0))
-        for t0, t1 in pairwise(cuts)
-    ]
+    blocks = cut(BandIntervals(lo, UNBOUNDED, n_q, k.shape[1]), cuts)
     return run_over(kernel, Inputs(q, k, v, do), blocks, scale, partial(new_accumulator, kernel))
 
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
     pytest.skip("interpreted in a process of its own", allow_module_level=True)
 
-from cases import Inputs, Results, Shape, make_inputs  # noqa: E402
-from meshattn_kernels import UNBOUNDED, BandIntervals, accumulator_dtype  # noqa: E402
+from cases import Inputs, Shape, make_inputs  # noqa: E402
+from key_blocks import Block, cut  # noqa: E402
+from meshattn_kernels import UNBOUNDED, BandIntervals  # noqa: E402
 from meshattn_kernels.dropout import Dropout, Positions  # noqa: E402
 from meshattn_kernels.portable.kernel import TritonKernel  # noqa: E402
 from meshattn_kernels.portable.launch import INTERPRETED  # noqa: E402
@@ -28,44 +28,19 @@ from portable_runs import (  # noqa: E402
     KERNELS,
     LARGE,
     SMALL,
-    Block,
     Kernel,
     Run,
     by_name,
     causal,
+    check,
     full,
-    per_query_head,
-    rounding,
-    visible_pairs,
 )
-from tolerance import bound, error  # noqa: E402
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu, pytest.mark.timeout(600)]
 SEED = 2**63 + 12345
 # Of a chunk of several: every third position; two runs with a gap between, whose border lies inside a tile.
-STRIPED, ZIGZAG = Positions(2, 3), Positions(40, 1, 11, 1000)
+STRIPED, ZIGZAG = Positions(2, 3), Positions(40, 1, 17, 1000)
 DROPOUT = Dropout(0.3, SEED, STRIPED, ZIGZAG, first_head=5)
-
-
-def dense(
-    inputs: Inputs, visible: Tensor, scale: float, dtype: torch.dtype, softcap: float, dropout: Dropout | None
-) -> Results:
-    """All results in ``dtype``."""
-    q, k, v, do = (x.detach().to(dtype) for x in inputs)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    keys, values = (per_query_head(x, q) for x in (k, v))
-    scores = torch.einsum("bshd,bthd->bhst", q, keys).to(accumulator_dtype(dtype)) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    none = ~visible.any(-1)
-    scores = scores.masked_fill(~visible & ~none[:, None], -math.inf).masked_fill(none[:, None], 0.0)
-    lse = scores.logsumexp(-1).masked_fill(none, -math.inf)
-    p = scores.softmax(-1).masked_fill(none[:, None], 0.0)
-    if dropout is not None:
-        kept = dropout.kept(len(q), q.shape[2], (0, q.shape[1]), (0, k.shape[1]), q.device)
-        p = p * kept / (1 - dropout.p)
-    out = torch.einsum("bhst,bthd->bshd", p.to(dtype), values)
-    return Results(out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), do))
 
 
 CHANGES = [(2.0, None), (0.0, DROPOUT), (20.0, DROPOUT)]
@@ -90,64 +65,12 @@ def test_equals_dense_attention(
     kernel: Kernel, shape: Shape, dtype: torch.dtype, rule, softcap: float, dropout: Dropout | None
 ) -> None:
     """In two blocks of keys, so that merging is there too."""
-    inputs = make_inputs(shape, dtype)
-    cut = shape.seq_len_k // 3
-    whole = rule(shape)
-    assert isinstance(whole, BandIntervals)
-    spans = [(0, cut), (cut, shape.seq_len_k)] if cut else [(0, shape.seq_len_k)]
-    visible = visible_pairs(shape.S, shape.seq_len_k, [(slice(None), whole)]).to(DEVICE)
-    inputs = Inputs(*(x.to(DEVICE) for x in inputs))
-    oracle, eager = (dense(inputs, visible, 0.3, kind, softcap, dropout) for kind in (torch.float64, dtype))
-    actual = in_blocks(replace(kernel, softcap=softcap), dropout, inputs, whole, spans)
-    left = rounding(inputs, visible, 0.3)
-    for name in Results._fields:
-        ours, exact, same_type = (getattr(results, name) for results in (actual, oracle, eager))
-        allowed = bound(exact, ours.dtype, same_type) + 2 * left.get(name, 0.0)
-        found = error(ours, exact)
-        assert found <= allowed, f"{name}: error {found:.3e} > {allowed:.3e} ({ours.dtype})"
-
-
-def in_blocks(
-    kernel: Kernel,
-    dropout: Dropout | None,
-    inputs: Inputs,
-    whole: BandIntervals,
-    spans: list[tuple[int, int]],
-) -> Results:
-    """Forward, backward and finish of one query chunk against blocks of keys, as the engine has it."""
-    q, k, v, do = inputs
-    run, scale = Run(kernel, 0.3), 0.3
-    acc, dq = run.accumulator("out", inputs, q.shape[1]), run.accumulator("dq", inputs, q.shape[1])
-    grads = []
-
-    def block(t0: int, t1: int) -> tuple[Kernel, Tensor, Tensor, BandIntervals]:
-        intervals = BandIntervals(
-            whole.lo if whole.lo == -UNBOUNDED else whole.lo + t0,
-            UNBOUNDED if whole.hi == UNBOUNDED else whole.hi + t0,
-            whole.n_q,
-            t1 - t0,
-        )
-        if dropout is None:
-            return kernel, k[:, t0:t1], v[:, t0:t1], intervals
-        keys, first = dropout.keys, int(dropout.keys.of(t0, t0 + 1))
-        moved = Positions(first, keys.stride, *((keys.split - t0, keys.jump) if t0 < keys.split else ()))
-        return replace(kernel, dropout=replace(dropout, keys=moved)), k[:, t0:t1], v[:, t0:t1], intervals
-
-    for n, span in enumerate(spans):
-        one, keys, values, intervals = block(*span)
-        one.forward(q, keys, values, acc, intervals, softmax_scale=scale, first=n == 0)
-    delta = (acc["out"] * do).sum(-1).transpose(1, 2)
-    for n, span in enumerate(spans):
-        one, keys, values, intervals = block(*span)
-        dkv = run.accumulator("dkv", inputs, keys.shape[1])
-        one.backward(
-            q, keys, values, do, acc["lse"], delta, dq, dkv, intervals,
-            softmax_scale=scale, first_dq=n == 0, first_dkv=True,
-        )  # fmt: skip
-        grads.append(kernel.finish("dkv", dkv, dtype=q.dtype, softmax_scale=scale))
-    (out,) = kernel.finish("out", acc, dtype=q.dtype, softmax_scale=scale)
-    (dq_out,) = kernel.finish("dq", dq, dtype=q.dtype, softmax_scale=scale)
-    return Results(out, acc["lse"], dq_out, *(torch.cat(parts, 1) for parts in zip(*grads, strict=True)))
+    keys = shape.seq_len_k
+    check(
+        replace(kernel, softcap=softcap, dropout=dropout),
+        make_inputs(shape, dtype),
+        cut(rule(shape), sorted({0, keys // 3, keys})),
+    )
 
 
 def test_the_mask_read_from_the_kernels_is_that_of_the_reference() -> None:
