@@ -11,10 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from meshattn_kernels import dash
 from meshattn_kernels.portable.backward_step import MASKED_IF_NEEDED, add_to_dkdv
 from meshattn_kernels.portable.scores import SCORE_NUMBERS
 from meshattn_kernels.portable.tiles import add_tile, load_tile, product, term_rows, to_base
 from meshattn_kernels.portable.turns import begin_turn, end_turn
+
+LOAD, STORE = tl.constexpr(dash.LOAD), tl.constexpr(dash.STORE)
+TURN_SHIFT = tl.constexpr(dash.TURN_SHIFT)
 
 
 @triton.jit(
@@ -106,7 +110,7 @@ def dash_kernel(
         head = tl.cast(batch_head % heads, tl.int64)
         kv_head = tl.cast(batch_kv_head % kv_heads, tl.int64)
         t0 = kv_tile * KV_TILE
-        loads = (flags & 1) != 0  # dash.LOAD
+        loads = (flags & LOAD) != 0
         dk = tl.where(loads, 0.0, dk)
         dv = tl.where(loads, 0.0, dv)
         # A task without steps may lie beyond the last key: it reads a row that it does not use.
@@ -124,8 +128,8 @@ def dash_kernel(
 
         for step in tl.range(first_step, first_step + num_steps, num_stages=STAGES, disable_licm=True):
             entry = tl.load(steps_ptr + step)
-            query_tile = entry & 0xFFFF
-            turn = entry >> 16  # dash.TURN_SHIFT
+            query_tile = entry & ((1 << TURN_SHIFT) - 1)
+            turn = entry >> TURN_SHIFT
             r0 = query_tile * Q_TILE
             dk, dv, ds = add_to_dkdv(
                 dk, dv, k, v, q_head_ptr, do_head_ptr, terms_head_ptr, words_head_ptr, r0, t0, bounds,
@@ -149,7 +153,7 @@ def dash_kernel(
             else:
                 tl.atomic_add(dq_ptrs, dq, mask=dq_mask, sem="relaxed")
 
-        if (flags & 2) != 0:  # dash.STORE
+        if (flags & STORE) != 0:
             counter_ptr = counters_ptr + batch_heads * query_tiles + batch_kv_head * kv_tiles + kv_tile
             row = batch * keys * kv_heads + kv_head
             ours = dv

@@ -2,8 +2,8 @@
 """One tile of the backward, [keys, rows]: what both backward passes add to dk and dv.
 
 With p = exp(s - lse) and ds = p * (do v^T - delta): dv = p^T do, dk = ds^T q, dq = ds k; ``finish`` applies
-the softmax scale. lse comes as ``finish.exponents_kernel`` turns it. Scores lie with keys first, so that p
-and ds go from registers into the next products.
+the softmax scale. lse and delta come as ``finish.row_terms_kernel`` pairs them. Scores lie with keys first,
+so that p and ds go from registers into the next products.
 """
 
 from __future__ import annotations

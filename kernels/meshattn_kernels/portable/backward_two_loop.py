@@ -131,7 +131,7 @@ def dkdv_kernel(
         v = load_tile(v_ptr, t0, n_k, V_STRIDE, KV_TILE, D_V, PADDED_D_V)
         if HELD:
             k = in_registers(k, PADDED_D, SINGLE)
-            if PADDED_D_V <= 64:
+            if PADDED_D_V <= 64:  # there are no registers for both of the wider ones
                 v = in_registers(v, PADDED_D_V, SINGLE)
         # Loops over (head of the part, query tile), so that loads run ahead across heads too. Both are
         # counted: a division in every step would delay its loads.

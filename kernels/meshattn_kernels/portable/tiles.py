@@ -256,7 +256,7 @@ def add_tile(
     ptr, value, r0, size, stride_row, first, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr
 ):
     """Add ``value`` [ROWS, PADDED] to fp32 rows of memory that no other program touches; with ``first``
-    write it.
+    write it, to rows of any type.
 
     Memory that is written first may hold NaN: it is not read then. An atomic addition, not for atomicity: it
     needs no registers for the sum so far.
