@@ -18,7 +18,7 @@ from meshattn_kernels.portable.tiles import add_tile, load_tile, product, term_r
 from meshattn_kernels.portable.turns import begin_turn, end_turn
 
 LOAD, STORE = tl.constexpr(dash.LOAD), tl.constexpr(dash.STORE)
-TURN_SHIFT = tl.constexpr(dash.TURN_SHIFT)
+TURN_SHIFT, TILE_MASK = tl.constexpr(dash.TURN_SHIFT), tl.constexpr((1 << dash.TURN_SHIFT) - 1)
 
 
 @triton.jit(
@@ -128,7 +128,7 @@ def dash_kernel(
 
         for step in tl.range(first_step, first_step + num_steps, num_stages=STAGES, disable_licm=True):
             entry = tl.load(steps_ptr + step)
-            query_tile = entry & ((1 << TURN_SHIFT) - 1)
+            query_tile = entry & TILE_MASK
             turn = entry >> TURN_SHIFT
             r0 = query_tile * Q_TILE
             dk, dv, ds = add_to_dkdv(
