@@ -152,18 +152,19 @@ def training(out: Path, records: list[Record]) -> str:
     return "\n".join(said)
 
 
-def predictions(out: Path, rate: float) -> str:
-    """What the emulator says of the tables, on the topologies that were measured beside them."""
+def predictions(out: Path, scale: Scale) -> str:
+    """What the emulator says of the tables, on the topologies that were measured beside them. Passes over
+    NCCL are left out where only the links of another transport were."""
     if not (out / TOPOLOGY).exists():
         return ""
     here = load_topology(out / TOPOLOGY)
     nccl = load_topology(out / SOCKETS) if (out / SOCKETS).exists() else here
     link = nccl.inside if nccl.between is None else nccl.between
-    by_step = {
-        "tables": topologies_of(here, link),
-        "slow-links": topologies_of(here, replace(link, gb_per_s=rate / 1e3)),
-        "million": topologies_of(here, link),
-    }
+    fast = topologies_of(here, link)
+    if nccl is here and scale.transports != "p2p":
+        del fast["p2p"]
+    slow = topologies_of(here, replace(link, gb_per_s=scale.rate / 1e3))
+    by_step = {"tables": fast, "slow-links": slow, "million": fast}
     parts = [_compared(out / name, topologies) for name, topologies in by_step.items()]
     return "\n\n".join(part for part in parts if part)
 
@@ -191,7 +192,7 @@ def report(
     head = ["step", "ended", "seconds", "limit", "kernels compiled"]
     parts = [f"# {where}", machine.describe(), table(head, rows)]
     parts += [f"## Training\n\n{trained}"] if trained else []
-    predicted = _or_why(lambda: predictions(out, scale.rate)) if predict else ""
+    predicted = _or_why(lambda: predictions(out, scale)) if predict else ""
     parts += [f"## Predicted and measured\n\n{predicted}"] if predicted else []
     for outcome in outcomes:
         name = outcome.step.name

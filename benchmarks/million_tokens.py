@@ -4,8 +4,8 @@
 
 Every cut runs once: its results are held against float64 at sampled rows and keys, its peak memory against
 the formula, its time against that of the kernel alone, at the shape of its blocks. A pass through a window of
-the same length makes kernels and buffers before, and what is timed is queued behind other work, during which
-the host makes its tables.
+the same length makes kernels and buffers before, and what is timed is queued behind --lead-seconds of matrix
+products, during which the host makes its tables and the clock settles.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from meshattn_kernels.contract import ACCUMULATOR_KINDS, new_accumulator
 
 MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 SHORT_SECONDS = 10.0
-LEAD_SECONDS = 1.0  # of products in front of what is timed: the host gets ahead, the clock settles
 MULTIPLIER = 6364136223846793005
 WINDOW = (1023, 0)  # of the pass before: a thousandth of the work at a million tokens
 
@@ -67,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     samples = sample(case.inputs(device), spread=options.spread, last=options.last, num_keys=options.keys)
     say(f"{len(samples.rows)} rows and {len(samples.keys)} keys in float64")
     exact = oracle(case, device)
-    alone = kernel_alone(case, device)
+    alone = kernel_alone(case, device, options.lead_seconds)
     say(f"{alone}")
     outcomes: list[Outcome] = []
     wrong: list[Outcome] = []
@@ -77,7 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
         mesh = ma.init_attention_mesh(tile=cut.tile, heads=cut.heads, transport=kind, timeout=options.timeout)
         check(mesh, case, device, exact)
         say(f"{name} {kind} is right on a short sequence")
-        found = measure(f"{name_of(cut)} {kind}", mesh, cut, case, samples, alone, device)
+        found = measure(
+            f"{name_of(cut)} {kind}", mesh, cut, case, samples, alone, device, options.lead_seconds
+        )
         say(str(found))
         (outcomes if is_right(found, case) else wrong).append(found)
         if dist.get_rank() == 0 and outcomes:  # after every run: a long one may be stopped
@@ -120,6 +121,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--spread", type=int, default=64, help="sampled rows over the whole sequence")
     parser.add_argument("--last", type=int, default=1024, help="rows at the end, all of which are sampled")
     parser.add_argument("--keys", type=int, default=256, help="sampled keys among the last rows")
+    parser.add_argument(
+        "--lead-seconds", type=float, default=1.0, help="of a large GPU that no other rank uses (default 1)"
+    )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a rank waits for another")
     parser.add_argument("--out", default=str(REPORTS), help="folder of the report")
     parser.add_argument("--commit", help="name of the code, where it is no git checkout")
@@ -142,7 +146,7 @@ class _Clock:
             print(f"{time.monotonic() - self._begin:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
-def kernel_alone(case: Case, device: torch.device) -> Alone:
+def kernel_alone(case: Case, device: torch.device, lead_seconds: float) -> Alone:
     """Measured for the rank's own block of a striped sequence, seconds scaled by the work. Collective."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     kernel = get_kernel(case.kernel or choose_kernel(None, device, case.dtype, case.head_dim, case.head_dim))
@@ -166,7 +170,7 @@ def kernel_alone(case: Case, device: torch.device) -> Alone:
     held = allocated(device)
     # Twice forward: what the host makes for the backward is made meanwhile.
     (_, ahead, back), _ = in_turn(
-        device, lambda: forward(whole), lambda: forward(whole), lambda: backward(whole)
+        device, lead_seconds, lambda: forward(whole), lambda: forward(whole), lambda: backward(whole)
     )
     own = peak_allocated(device) - held
     scaled = case.seq_len * (case.seq_len + 1) / 2 / ranks / whole.num_pairs
@@ -181,6 +185,7 @@ def measure(
     samples: Samples,
     alone: Alone,
     device: torch.device,
+    lead_seconds: float,
 ) -> Outcome:
     """Forward and backward; the worst of all ranks. Collective."""
     _free(device)  # what is not in use, for the memory of transports
@@ -204,7 +209,7 @@ def measure(
     backward()
     results.clear()
     held = allocated(device)
-    (ahead, back), host = in_turn(device, forward, backward)
+    (ahead, back), host = in_turn(device, lead_seconds, forward, backward)
     peak = peak_allocated(device) - held
     shape = case.shape(-(-case.seq_len // dist.get_world_size()))
     groups = mesh.split_heads(shape, device)[1]
@@ -263,19 +268,23 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def in_turn(device: torch.device, *works: Callable[[], object]) -> tuple[list[float], float]:
+def in_turn(
+    device: torch.device, lead_seconds: float, *works: Callable[[], object]
+) -> tuple[list[float], float]:
     """Seconds of each of some works that follow each other, on the slowest rank, and of the host in all.
     Short ones are done twice: what the host makes at first is not hidden behind them. Collective."""
-    first = _once(device, *works)
-    return _once(device, *works) if sum(first[0]) < SHORT_SECONDS else first
+    first = _once(device, lead_seconds, *works)
+    return _once(device, lead_seconds, *works) if sum(first[0]) < SHORT_SECONDS else first
 
 
-def _once(device: torch.device, *works: Callable[[], object]) -> tuple[list[float], float]:
+def _once(
+    device: torch.device, lead_seconds: float, *works: Callable[[], object]
+) -> tuple[list[float], float]:
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
     if device.type == "cuda":
-        _products(device)
+        _products(device, lead_seconds)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(works) + 1)]
         events[0].record()
         begin = time.perf_counter()
@@ -298,10 +307,10 @@ def _once(device: torch.device, *works: Callable[[], object]) -> tuple[list[floa
     return spent, host
 
 
-def _products(device: torch.device) -> None:
-    """About ``LEAD_SECONDS`` of matrix products on a large GPU."""
+def _products(device: torch.device, seconds: float) -> None:
+    """About so many seconds of matrix products on a large GPU."""
     a = torch.randn(8192, 8192, device=device).bfloat16()
-    for _ in range(round(LEAD_SECONDS * 600e12 / (2 * 8192**3))):
+    for _ in range(round(seconds * 600e12 / (2 * 8192**3))):
         torch.mm(a, a)
 
 

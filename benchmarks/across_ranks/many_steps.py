@@ -37,6 +37,7 @@ class Scale:
     transports: str
     timed: str = "--rounds 2 --turn-ms 60"
     beside: str = ""
+    lead: str = ""
     kernel: str = ""
     warmed: Mapping[str, Sequence[Block]] = field(default_factory=dict)
     """By step, blocks whose kernels are compiled ahead: of its model, and of the short sequence on which it
@@ -81,6 +82,12 @@ def scale_of(ranks: int, gpus: int) -> Scale:
         cut = [
             (rows, 32 // width, max(1, 8 // width), 128) for width in widths for rows in (width * short, 1024)
         ]
+        every = [width for width in range(1, ranks + 1) if ranks % width == 0 and 32 % width == 0]
+        tested = [
+            (width * short, 32 // width, max(1, kv_heads // width), 128)
+            for width in every
+            for kv_heads in (8, 32)
+        ]
         return Scale(
             name="-virtual",
             device="cuda",
@@ -92,9 +99,10 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             train="--layers 4 --dim 512 --heads 4 --kv-heads 2 --seq-len 16384 --dtype bfloat16",
             blocks="--heads 32 8 --kv-heads 8 2 --rows 1k 2k --head-dim 128",
             transports="symmetric p2p",
+            lead="--lead-seconds 0.2",  # each rank's
             kernel=KERNEL_OF_SHARED_GPUS,  # the blocks of others wait for each other
             warmed={
-                "self-test": [(short, 32, 8, 128), (short, 32, 32, 128)],
+                "self-test": tested,
                 "calibrate": [(1024, 32, 8, 128), (1024, 8, 2, 128)],
                 "tables": cut,
                 "slow-links": [(short, 16, 16, 64), (1024, 16, 16, 64)],
@@ -171,7 +179,13 @@ def steps(ranks: int, scale: Scale, out: Path, only: Collection[str] = ()) -> li
             60,
         ),
         ("slow-links", distributed, f"{scale.slow} --no-bare --rounds 2", 40, 40),
-        ("million", million, f"--seq-len {scale.million} {scale.model} {long_runs} --timeout 100", 75, 75),
+        (
+            "million",
+            million,
+            f"--seq-len {scale.million} {scale.model} {long_runs} {scale.lead} --timeout 100",
+            75,
+            75,
+        ),
         ("train-mesh", train, f"--attention mesh {trained} --steps 10", 70, 40),
         ("train-ring", train, f"--attention ring {trained} --steps 4", 40, 40),
     ]
@@ -195,7 +209,8 @@ def steps(ranks: int, scale: Scale, out: Path, only: Collection[str] = ()) -> li
 
 def _warming(scale: Scale, only: Collection[str]) -> Iterator[str]:
     """The blocks of all steps that are run, each once; full ones too where they are calibrated."""
-    wanted = {name: blocks for name, blocks in scale.warmed.items() if not only or name in only}
+    chosen = {name.removesuffix("-nccl") for name in only}  # which has the kernels of the other
+    wanted = {name: blocks for name, blocks in scale.warmed.items() if not only or name in chosen}
     wanted = wanted or dict(scale.warmed)
     for block in dict.fromkeys(block for blocks in wanted.values() for block in blocks):
         yield from ("--block", *map(str, block))

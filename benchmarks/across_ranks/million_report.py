@@ -14,7 +14,7 @@ from harness import Machine, Record, table, write
 from meshattn.plan.schedule import Direction
 
 INTRO = (
-    "Every cut ran once, behind a pass through a window of the same length and a second of matrix products. "
+    "Every cut ran once, behind a pass through a window of the same length and matrix products. "
     "Times are those of the slowest rank. The kernel alone is what it takes for a rank's own block, scaled "
     "by the visible pairs; WxAxB is a head axis of W ranks around the tile AxB."
 )

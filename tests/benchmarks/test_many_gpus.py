@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import many_gpus
 import options
 import warm
 from across_ranks import many_steps
-from across_ranks.rank_contenders import Case
 from across_ranks.rank_cuts import cut_of
 from meshattn import cli
+from meshattn.plan import CallShape
 from meshattn.plan.heads import inner_shape
+from meshattn.plan.planner import cuts
+from meshattn.plan.topology import load_topology
 from virtual import undertaker
 from waiting import eventually
 
@@ -116,13 +117,16 @@ def test_portable_kernels_are_compiled_ahead_for_every_number_of_heads(ranks: in
     steps = {step.name: list(step.program[1:]) for step in many_steps.steps(ranks, scale, tmp_path)}
     calibrated = cli._parser().parse_args(steps["calibrate"][1:])
     wanted = {"calibrate": set(zip(calibrated.heads, calibrated.kv_heads, strict=True))}
+    grouped, plain = (CallShape(1, 1, 32, kv_heads, 128, 128, 2, 4, 4, True) for kv_heads in (8, 32))
+    tested = [inner_shape(shape, cut.heads) for shape in (grouped, plain) for cut in cuts(ranks, grouped)]
+    wanted["self-test"] = {(shape.heads, shape.kv_heads) for shape in tested}
     for name, program, option in (
         ("tables", "distributed.py", "tile"),
         ("million", "million_tokens.py", "cut"),
     ):
         parsed = parser_of(str(many_steps.HERE / program))(steps[name])
-        shape = Case(1, 1, parsed.heads, parsed.kv_heads, parsed.head_dim, torch.bfloat16, True, "").shape(1)
-        inner = [inner_shape(shape, cut_of(cut).heads) for cut in getattr(parsed, option)]
+        assert (parsed.heads, parsed.kv_heads, parsed.head_dim) == (32, 8, 128)
+        inner = [inner_shape(grouped, cut_of(cut).heads) for cut in getattr(parsed, option)]
         wanted[name] = {(one.heads, one.kv_heads) for one in inner}
     for name, heads in wanted.items():
         assert heads <= {block[1:3] for block in scale.warmed[name]}, name
@@ -131,6 +135,8 @@ def test_portable_kernels_are_compiled_ahead_for_every_number_of_heads(ranks: in
 def test_only_what_is_run_is_compiled_ahead(tmp_path: Path) -> None:
     (warmed, _) = many_steps.steps(8, SCALES["real"], tmp_path, ["warm", "slow-links"])
     assert {block[3] for block in warm.parse(list(warmed.program[1:])).block} == {64}
+    (warmed, _) = many_steps.steps(8, SCALES["real"], tmp_path, ["warm", "calibrate-nccl"])
+    assert warm.parse(list(warmed.program[1:])).full_block
     (alone,) = many_steps.steps(8, SCALES["real"], tmp_path, ["warm"])
     assert {block[3] for block in warm.parse(list(alone.program[1:])).block} == {64, 128}
 
@@ -193,6 +199,22 @@ def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
     records = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
     codes = {record["case"]: record["ours"] for record in records if record["metric"] == "code"}
     assert codes == {outcome.step.name: outcome.code for outcome in outcomes}
+
+
+def test_passes_over_nccl_are_predicted_from_links_that_were_measured(tmp_path: Path) -> None:
+    (tmp_path / many_steps.TOPOLOGY).write_text(load_topology("dgx-h200").text())
+    (tmp_path / "tables").mkdir()
+    case = "B1-S8192-H32-H_kv8-D128-bfloat16-causal-striped-P4-2x2"
+    lines = [
+        json.dumps({"case": f"{case}-{transport}", "metric": "forward ms", "ours": 1.5})
+        for transport in ("symmetric", "p2p")
+    ]
+    (tmp_path / "tables" / "x.jsonl").write_text("\n".join(lines))
+    text = many_gpus.predictions(tmp_path, SCALES["real"])
+    assert "-symmetric forward" in text and "-p2p forward" not in text
+    assert "-p2p forward" in many_gpus.predictions(tmp_path, SCALES["cpu"]), "where nothing else was measured"
+    (tmp_path / many_steps.SOCKETS).write_text(load_topology("a3-high").text())
+    assert "-p2p forward" in many_gpus.predictions(tmp_path, SCALES["real"])
 
 
 def test_what_a_step_starts_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
