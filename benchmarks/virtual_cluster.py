@@ -80,7 +80,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-mps", action="store_true", help="let ranks take turns on a GPU: 1 ms a rank")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which all is ended")
     parser.add_argument("program", nargs="*", help="and its options, behind --")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; options of the program stand behind --")
+    if not options.timeout > 0:
+        parser.error(f"--timeout is {options.timeout:g}; it must be positive")
     options.program = options.program or [str(HERE / "distributed.py"), "--no-bare"]
     if options.no_network and (options.rate is not None or options.nodes not in (None, 1)):
         parser.error("--no-network has one node and no --rate")

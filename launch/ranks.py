@@ -34,7 +34,8 @@ def choose_device(choice: str, local_rank: int, local_ranks: int) -> tuple[torch
         return torch.device("cuda", local_rank), f"NCCL, {local_ranks} of {gpus} GPUs of this machine"
     if choice == "cpu":
         return torch.device("cpu"), "gloo on the CPU, as asked"
-    return torch.device("cpu"), f"gloo on the CPU, as this machine has {gpus} GPUs for {local_ranks} ranks"
+    here = f"{local_ranks} rank{'' if local_ranks == 1 else 's'}"
+    return torch.device("cpu"), f"gloo on the CPU, as this machine has {gpus} GPUs for {here}"
 
 
 @contextmanager

@@ -60,9 +60,11 @@ class Cluster:
     gpus: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"--ranks is {self.ranks}; it must be at least 1")
         if not 1 <= self.nodes <= 250:
             raise ValueError(f"--nodes is {self.nodes}; a virtual cluster has 1 to 250")
-        if self.ranks < 1 or self.ranks % self.nodes:
+        if self.ranks % self.nodes:
             raise ValueError(f"--ranks is {self.ranks}; it must be a multiple of --nodes {self.nodes}")
         if self.rate is not None and self.rate < 10**6:
             raise ValueError(f"--rate is {self.rate / 1e6:g} MB/s; it must be at least 1")

@@ -93,7 +93,7 @@ def test_without_gpus_none_is_in_sight() -> None:
     ("ranks", "nodes", "rate", "message"),
     [
         (6, 4, None, "--ranks is 6; it must be a multiple of --nodes 4"),
-        (0, 1, None, "--ranks is 0"),
+        (0, 0, None, "--ranks is 0"),
         (4, 0, None, "--nodes is 0"),
         (4, 4, 10, "--rate is 1e-05 MB/s; it must be at least 1"),
     ],
@@ -101,6 +101,24 @@ def test_without_gpus_none_is_in_sight() -> None:
 def test_clusters_that_cannot_be_are_refused(ranks: int, nodes: int, rate: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Cluster(ranks, nodes, rate)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--ranks 2 launch/train.py --steps 2", "--steps 2; options of the program stand behind --"),
+        ("--timeout -1", "--timeout is -1; it must be positive"),
+        ("--timeout nan", "--timeout is nan"),
+        ("--no-network --rate 4", "--no-network has one node and no --rate"),
+    ],
+    ids=lambda given: given.split()[0],
+)
+def test_wrong_options_are_refused_with_the_way_out(
+    given: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        virtual_cluster.main(given.split())
+    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_gpus_in_sight_are_named_by_uuid_in_the_order_asked_for() -> None:
