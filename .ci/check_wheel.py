@@ -60,7 +60,8 @@ def check_names(wheel: Path) -> None:
 def check_imports(wheel: Path, home: Path) -> None:
     venv.create(home, with_pip=True)
     python = str(home / "bin" / "python")
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    # -I: with PYTHONPATH the checkout would pass for an installation of it.
+    pip = [python, "-I", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     subprocess.run([*pip, str(wheel)], check=True)
     subprocess.run([python, "-I", "-c", WITHOUT_TORCH], check=True, cwd="/")
     # torch and einops come from the environment that runs this script. A path line adds that folder but does
