@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cases import Inputs, Shape, make_inputs
-from key_blocks import WITHOUT_PAIRS
+from key_blocks import WITHOUT_PAIRS, cut
 from meshattn_kernels import UNBOUNDED, ArrayIntervals, BandIntervals, Intervals
 from tolerance import assert_close
 
@@ -255,6 +255,31 @@ def test_inputs_that_are_not_aligned_give_the_same_bits(kernel: Kernel) -> None:
     assert all(x.data_ptr() % 16 and x.stride(2) % 2 for x in odd)
     for ours, same in zip(Run(kernel, 0.3)(odd, blocks), expected, strict=True):
         assert torch.equal(ours, same)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize(
+    "where, value, block", [("q", NAN, 0), ("k", NAN, 0), ("k", NAN, 1), ("k", math.inf, 1)], ids=str
+)
+def test_what_is_no_number_shows_in_all_rows_that_see_it(where: str, value: float, block: int) -> None:
+    """Out and lse are NaN, whichever of two blocks has the score, and other rows have the bits that they have
+    without: a row of such a score must not look as if it saw no key."""
+    shape = Shape(B=1, S=19, H=2, H_kv=1, D=16, D_v=24, S_k=23)
+    inputs, cuts = make_inputs(shape, torch.float32), [0, 9, 23]
+    inputs = inputs._replace(q=inputs.q.abs())  # so that the score with infinity is no -inf
+    blocks = cut(causal(shape), cuts)
+    row, key = 11, cuts[block] + 6
+    q, k = inputs.q.clone(), inputs.k.clone()
+    {"q": q[:, row], "k": k[:, key]}[where][..., 5] = value
+    end = causal(shape).bounds(shape.S)[1]
+    spoilt = (torch.arange(shape.S) == row) if where == "q" else end > key
+    clean, actual = (
+        Run(TritonKernel(), 0.3).forward(Inputs(*(x.to(DEVICE) for x in given)), blocks)
+        for given in (inputs, inputs._replace(q=q, k=k))
+    )
+    for name, dim in (("out", 1), ("lse", 2)):
+        got, same = (acc[name].cpu().movedim(dim, 0).flatten(1) for acc in (actual, clean))
+        assert got[spoilt].isnan().all() and torch.equal(got[~spoilt], same[~spoilt]), name
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # where p of a hidden key is thrown away

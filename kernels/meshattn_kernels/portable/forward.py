@@ -104,8 +104,9 @@ def forward_kernel(
         # its bits.
         stored = (row < n_q) & (start < stop)
         lse = tl.load(lse_ptrs, mask=stored, other=float("-inf"))
-        maximum = tl.where(lse > float("-inf"), to_base(lse, SINGLE), -1e30)
-        total = tl.where(lse > float("-inf"), 1.0, 0.0)
+        empty = lse == float("-inf")  # and not "no number", which has to stay one
+        maximum = tl.where(empty, -1e30, to_base(lse, SINGLE))
+        total = tl.where(empty, 0.0, 1.0)
         acc = tl.load(out_ptrs, mask=stored[:, None] & (dim < D_V)[None, :], other=0.0)
         if DROPOUT:
             acc /= keep_scale
@@ -132,8 +133,9 @@ def forward_kernel(
                 K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, SOFTCAP, DROPOUT, True,
             )  # fmt: skip
 
-    # A row of -inf scores alone has a total of 0, as has one that saw no key, and both get lse -inf.
-    seen = (total > 0.0) & (row < n_q)
+    # A row of -inf scores alone has a total of 0, as has one that saw no key, and both get lse -inf. A total
+    # that is NaN makes lse and out NaN.
+    seen = (total != 0.0) & (row < n_q)
     total = tl.where(seen, total, 1.0)
     lse = tl.where(seen, from_base(maximum + logarithm(total, SINGLE), SINGLE), float("-inf"))
     acc = tl.where(seen[:, None], acc / total[:, None], 0.0)
