@@ -110,17 +110,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kernel", default="hopper")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
-    parser.add_argument("--groups", type=int, nargs="+", default=[1, 4], help="query heads a key/value head")
+    parser.add_argument("--head-dims", type=int, nargs="+", help="default: 128 64")
+    parser.add_argument("--groups", type=int, nargs="+", help="query heads a key/value head (default: 1 4)")
     parser.add_argument("--study", action="store_true", help="the blocks of scaling.py instead")
     parser.add_argument("--seconds", type=float, default=600, help="stop after this time, with what there is")
     args = parser.parse_args()
+    head_dims, groups = args.head_dims or [128, 64], args.groups or [1, 4]
+    if args.study and (args.head_dims or args.groups):
+        parser.error("--study has blocks of its own: give it no --head-dims and no --groups")
     start, clock = time.monotonic(), CudaClock()
     known = json.loads(args.out.read_text()) if args.out.exists() else {}
     entries: list[dict[str, object]] = known.get("block_us", [])
     host: dict[str, float] = known.get("host_us", {})
     clock.warm(1.0)
-    for case in study_cases() if args.study else cases(args.head_dims, args.groups):
+    for case in study_cases() if args.study else cases(head_dims, groups):
         sizes = {
             "head_dim": case.head_dim,
             "heads": case.heads,

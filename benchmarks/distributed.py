@@ -85,11 +85,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tile", nargs="+", default=[], help="AxB, WxAxB with a head axis of W, or auto (default: all tiles)"
     )
-    parser.add_argument("--head-axis", action="store_true", help="all tiles with every head axis, too")
+    parser.add_argument(
+        "--head-axis", action="store_true", help="without --tile: all tiles with every head axis, too"
+    )
     parser.add_argument(
         "--head-groups", type=int, nargs="+", default=[], help="beside auto, on tiles with a head axis"
     )
-    parser.add_argument("--topology", help="what auto plans for, a head axis too (default: fewest bytes)")
+    parser.add_argument(
+        "--topology", help="what --tile auto plans for, a head axis too (default: fewest bytes)"
+    )
     parser.add_argument(
         "--transport",
         nargs="+",
@@ -99,7 +103,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--no-bare", action="store_true", help="leave out the tiles without their transfers")
     parser.add_argument(
-        "--graph", nargs="*", choices=("symmetric", "p2p", "plain"), help="our passes as CUDA graphs, too"
+        "--graph",
+        nargs="*",
+        choices=("symmetric", "p2p", "plain"),
+        help="on these transports, and without transfers and on one GPU: our passes as CUDA graphs, too",
     )
     parser.add_argument("--one-gpu", action="store_true", help="also one rank alone with as much work")
     parser.add_argument("--torch", nargs="+", default=[], choices=("cudnn", "flash"), help="torch's own")
@@ -108,7 +115,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a rank waits for another")
     parser.add_argument("--out", default=str(REPORTS), help="folder of the report")
     parser.add_argument("--commit", help="name of the code, where it is no git checkout")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.rounds < 1 or min(options.seq_len) < 1:
+        parser.error(f"--rounds is {options.rounds}, --seq-len {options.seq_len}; all must be at least 1")
+    if options.head_axis and options.tile:
+        parser.error("--head-axis is for all tiles: name those with a head axis as WxAxB in --tile")
+    if options.topology and "auto" not in options.tile:
+        parser.error("--topology is what auto plans for: add --tile auto")
+    if missing := set(options.graph or ()) - set(options.transport):
+        parser.error(f"--graph {' '.join(sorted(missing))}: name it in --transport, too")
+    return options
 
 
 def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> Result:
@@ -116,6 +132,10 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
     shape = case.shape(-(-case.seq_len // ranks))
     topology = load_topology(options.topology) if options.topology else None
     chosen = chosen_cuts(options.tile, ranks, shape, topology, head_axis=options.head_axis)
+    if options.head_groups and all(cut.heads == 1 for cut in chosen):
+        raise ValueError("--head-groups: no cut has a head axis; give --head-axis, or WxAxB in --tile")
+    if options.graph is not None and device.type != "cuda":
+        raise ValueError("--graph captures CUDA graphs, and these ranks run on the CPU")
     kinds = [*([] if options.no_bare else ["skipped"]), *options.transport]
     grouped = [f"{kind}/{groups}" for kind in options.transport for groups in options.head_groups]
     ours = {
@@ -130,8 +150,8 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
             _say(f"{contender.name} agrees with the oracle")
     contenders: list[Contender] = list(ours.values())
     flop = {contender.name: {p: x / ranks for p, x in case.flop().items()} for contender in contenders}
-    if options.one_gpu:
-        single = alone(case, device, options.timeout)
+    single = alone(case, device, options.timeout) if options.one_gpu else None
+    if single is not None:
         contenders.append(single)
         flop[single.name] = replace(case, seq_len=single.rows).flop()
     if options.graph is not None:
@@ -166,7 +186,7 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
         torch.cuda.synchronize()
     for captured in [x for x in contenders if isinstance(x, Captured)]:
         captured.close()
-    for contender in ours.values():
+    for contender in [*ours.values(), *([] if single is None else [single])]:
         contender.mesh.close()
     return Result(case, turns, sent, formula, memory, flop, absent)
 

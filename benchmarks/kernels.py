@@ -11,12 +11,14 @@ Suites: quick; required; peers (all kernels); portable (those for any GPU); leng
 adding); launch (host time of a call, CUDA graphs).
 
 Every kernel is first checked against float64 at the shape that is timed; one that fails is reported and not
-timed. Records are written after each comparison, so that a run that is cut off leaves what it has measured.
+timed, and the code is 1. Records are written after each comparison, so that a run that is cut off leaves what
+it has measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device(options.device)
     clock: Clock = CudaClock() if device.type == "cuda" else HostClock()
     names = [*SUITES, LAUNCH] if "all" in options.suite else options.suite
+    wrong = 0
     for name in names:
         label = "kernels-" + "-".join(
             [name, *(f"D{d}" for d in options.head_dim if len(options.head_dim) == 1)]
@@ -96,6 +99,9 @@ def main(arguments: list[str] | None = None) -> None:
                 _measure(comparison, session, clock, device, options.rounds)
                 session.save()
         print(f"written to {publish(label, [session.run], folder)}", flush=True)
+        wrong += sum(not r.ours <= 1 for r in session.records if r.metric.endswith(": error"))
+    if wrong:
+        sys.exit(f"{wrong} kernels were wrong and not timed")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

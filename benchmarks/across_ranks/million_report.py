@@ -40,6 +40,9 @@ class Alone:
     backward: float
     own: int  # bytes that it keeps for itself while it runs
 
+    def __str__(self) -> str:
+        return f"the kernel alone: {self.forward:.3f} s forward, {self.backward:.3f} s backward"
+
     @property
     def both(self) -> float:
         return self.forward + self.backward
@@ -62,6 +65,14 @@ class Outcome:
     buffers: int  # by the formula
     own: int  # what the kernel keeps for itself for a block
     bits: int  # equal for equal bits of all results on all ranks
+
+    def __str__(self) -> str:
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
+        sent = "as" if self.sent == self.formula else "NOT as"
+        return (
+            f"{self.name}: {self.forward:.3f} s forward, {self.backward:.3f} s backward, bytes {sent} by the "
+            f"formula; errors: {errors}"
+        )
 
     @property
     def both(self) -> float:

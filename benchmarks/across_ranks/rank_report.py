@@ -108,7 +108,7 @@ def table_of(result: Result) -> str:
             ]
         )
     parts = [f"## {result.case}", table(head, rows), _table_of_ratios(result), *_sentences(result)]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def _of_memory(memory: Memory | None) -> list[str]:
@@ -156,7 +156,7 @@ def against_ring(result: Result, name: str, step: str) -> AgainstRing | None:
 
 
 def _table_of_ratios(result: Result) -> str:
-    """Where links are the limit, the two ratios of a pass agree."""
+    """Where links are the limit, the two ratios of a pass agree; empty without a tile beside ring."""
     head = ["of ring's", *(f"{what} {step}" for step in DIRECTIONS for what in ("time", "bytes", "apart"))]
     rows = []
     for name in result.turns:
@@ -172,7 +172,7 @@ def _table_of_ratios(result: Result) -> str:
         ]
         if found:
             rows.append([name, *cells])
-    return table(head, rows)
+    return table(head, rows) if rows else ""
 
 
 def _milliseconds(samples: Sequence[float]) -> str:

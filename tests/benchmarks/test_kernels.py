@@ -213,6 +213,10 @@ def test_a_ratio_is_of_turns_side_by_side() -> None:
 
 def run_cpu(folder: Path) -> list[dict[str, Any]]:
     kernels.main(["--device", "cpu", "--suite", "quick", "--rounds", "1", "--out", str(folder)])
+    return records_in(folder)
+
+
+def records_in(folder: Path) -> list[dict[str, Any]]:
     (lines,) = folder.glob("*.jsonl")
     return [json.loads(line) for line in lines.read_text().splitlines()]
 
@@ -262,7 +266,9 @@ def test_a_wrong_kernel_is_reported_and_not_timed(
     name: str, method: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "our_kernel", lambda _: Altered(name, method))
-    records = run_cpu(tmp_path)
+    with pytest.raises(SystemExit, match="1 kernels were wrong"):
+        run_cpu(tmp_path)
+    records = records_in(tmp_path)
     assert [record["ours"] > 1 for record in records if record["metric"] == "reference: error"] == [True]
     assert not [
         record for record in records if "reference" in record["metric"] and "TF/s" in record["metric"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
@@ -11,9 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,19 +24,9 @@ from meshattn.plan import CallShape
 from meshattn.plan.heads import inner_shape
 from meshattn.plan.planner import cuts
 from meshattn.plan.topology import load_topology
+from programs import BENCHMARKS, module_of
 from virtual import undertaker
 from waiting import eventually
-
-
-def parser_of(program: str) -> Callable[[list[str]], Any]:
-    """Benchmarks share names with tests, so they are taken by path."""
-    spec = importlib.util.spec_from_file_location("benchmark_program", program)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    parse: Callable[[list[str]], Any] = module.parse
-    return parse
-
 
 SCALES = {name: many_steps.scale_of(8, gpus) for name, gpus in (("real", 8), ("shared", 2), ("cpu", 0))}
 of_scales = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
@@ -74,7 +61,7 @@ def test_every_step_gives_its_program_options_that_it_takes(
             assert parsed.log_file == tmp_path / step.name / "log.jsonl"
         else:
             assert Path(program).is_file()
-            parsed = parser_of(program)(given)
+            parsed = module_of(Path(program)).parse(given)
             assert parsed.out == str(tmp_path / step.name)
         assert parsed.kernel == (scale.kernel or None)
 
@@ -124,7 +111,7 @@ def test_portable_kernels_are_compiled_ahead_for_every_number_of_heads(ranks: in
         ("tables", "distributed.py", "tile"),
         ("million", "million_tokens.py", "cut"),
     ):
-        parsed = parser_of(str(many_steps.HERE / program))(steps[name])
+        parsed = module_of(BENCHMARKS / program).parse(steps[name])
         assert (parsed.heads, parsed.kv_heads, parsed.head_dim) == (32, 8, 128)
         inner = [inner_shape(grouped, cut_of(cut).heads) for cut in getattr(parsed, option)]
         wanted[name] = {(one.heads, one.kv_heads) for one in inner}

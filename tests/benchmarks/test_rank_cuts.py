@@ -8,6 +8,7 @@ from across_ranks.rank_cuts import chosen_cuts, cut_of, name_of
 from meshattn.plan import CallShape, Tile
 from meshattn.plan.placement import Cut
 from meshattn.plan.planner import cuts
+from programs import BENCHMARKS, module_of
 
 SHAPE = CallShape(1, 16, 12, 4, 8, 8, 2, 4, 4, True)
 
@@ -35,3 +36,22 @@ def test_ring_is_always_timed_and_first_and_nothing_twice() -> None:
             assert all(cut_of(name) in chosen for name in wanted if name != "auto")
     assert {cut.heads for cut in chosen_cuts([], 12, SHAPE, None, head_axis=False)} == {1}
     assert set(chosen_cuts([], 12, SHAPE, None, head_axis=True)) == set(cuts(12, SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--head-axis --tile 2x2", "--head-axis is for all tiles"),
+        ("--topology dgx-h200", "add --tile auto"),
+        ("--topology dgx-h200 --tile 2x2", "add --tile auto"),
+        ("--graph symmetric --transport p2p", "--graph symmetric: name it in --transport"),
+        ("--rounds 0", "--rounds is 0"),
+        ("--seq-len 8 0", "all must be at least 1"),
+    ],
+)
+def test_no_option_is_ignored(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parse = module_of(BENCHMARKS / "distributed.py").parse
+    with pytest.raises(SystemExit):
+        parse(given.split())
+    assert message in capsys.readouterr().err
+    assert parse(["--topology", "dgx-h200", "--tile", "auto", "--graph", "p2p"]).graph == ["p2p"]
