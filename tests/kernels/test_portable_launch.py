@@ -40,4 +40,6 @@ def test_a_launch_goes_straight_to_its_variant_where_it_may(monkeypatch: pytest.
     assert kinds(x, 8, (32,), 1) == ["direct"]
     assert kinds(x, 7, (), 2) == ["compile", "direct"]
     assert kinds(x.int(), 7, (), 1) == ["compile", "direct"]
+    # A scale or softcap may be a whole number: its bits are no fraction's.
+    assert kinds(x, 7.0, (), 1) == ["compile", "direct"] and kinds(x, 0.5, (), 1) == ["direct"]
     assert kinds(x[1:], 7, (), 1) == kinds(x, 7, (8,), 1) == kinds(x, 2**31, (), 1) == ["ordinary"]

@@ -44,7 +44,7 @@ class Launcher:
             args = (*tensors, *numbers, *strides, *constants)
             self._function[grid](*args, num_warps=warps, **self._options)
             return
-        key = (tensors[0].device.index, warps, constants, *[x.dtype for x in tensors])
+        key = (tensors[0].device.index, warps, constants, *[x.dtype for x in tensors], *map(type, numbers))
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._function.warmup(
