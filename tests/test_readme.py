@@ -118,6 +118,14 @@ def test_emulated_gpus() -> None:
     for method in ("ring", "double ring", "USP", "mesh, tile alone", "mesh with head axis"):
         cells = [cell for table in tables for cell in (table[method][4], table[method][5], table[method][-1])]
         assert f"| {method} | {' | '.join(cells)} |" in README
+    taken = "### 256 GPUs, 1M tokens, causal, MHA, dgx-h200 (50 GB/s a GPU), exchanges between nodes take"
+    beside = _rows(report.split(taken)[1].split("\n### ")[0])
+    tile, both = (f"{beside[name][4]}" for name in ("mesh, tile alone", "mesh with head axis"))
+    free, free_both = (tables[0][name][4] for name in ("mesh, tile alone", "mesh with head axis"))
+    assert f"a tile alone has {tile} and a mesh with a head axis {both} times the ring's speed" in _flat(
+        README
+    )
+    assert f"instead of {free} and {free_both}." in _flat(README)
 
 
 def test_beside_flash_attention() -> None:
