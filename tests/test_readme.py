@@ -109,6 +109,14 @@ def test_a_million_tokens() -> None:
     assert f"{text} The bound, the kernel alone, is {alone}" in _flat(README)
 
 
+def test_slow_links() -> None:
+    row = _linked("distributed-16-ranks-gpu-virtual").split("| of ring's |")[1]
+    (cells,) = re.findall(r"^\| 4x4 p2p +\| (.*) \|$", row, re.MULTILINE)
+    forward, sent, _, backward, returned, _ = (cell.split()[0] for cell in cells.split("|"))
+    text = f"{forward} of the ring's time forward and {backward} backward, for {sent} and {returned} of its bytes"
+    assert text in _flat(README)
+
+
 def test_emulated_gpus() -> None:
     report = _linked("scaling")
     tables = []
