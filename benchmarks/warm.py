@@ -155,9 +155,11 @@ def main(arguments: list[str] | None = None) -> int:
     # Those first that take longest.
     wanted = list(dict.fromkeys([*product(CAUSAL, causal), *product(FULL, full)]))
     failed = 0
-    # Spawned: a forked process cannot use a GPU that its parent knows.
+    # Forked from a process that has imported all and knows no GPU: this one may.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "meshattn", "meshattn_kernels"])
     processes = min(len(wanted), os.cpu_count() or 1)
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, context) as pool:
         jobs = {
             pool.submit(compile_passes, number, name, block, options.device): f"{name} of {block}"
             for number, (name, block) in enumerate(wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,8 +41,8 @@ class Scale:
     kernel: str = ""
     warmed: Mapping[str, Sequence[Block]] = field(default_factory=dict)
     """By step, blocks whose kernels are compiled ahead: of its model, and of the short sequence on which it
-    is checked. Longer blocks have the same kernels; those of shared GPUs, which are portable, are other ones
-    for every number of heads."""
+    is checked. Longer blocks have the same kernels. Those of shared GPUs, which are portable, are other ones
+    for every number of heads, and for blocks of shared keys so short that a group of heads is cut."""
 
     @property
     def real(self) -> bool:
@@ -78,16 +78,14 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             },
         )
     if gpus:
+
+        def inner(rows: int, kv_heads: int, widths: Iterable[int]) -> list[Block]:
+            """What head axes of these widths leave of a rank's rows with 32 heads."""
+            return [(rows * w, 32 // w, max(1, kv_heads // w), 128) for w in widths]
+
         widths = sorted({cut_of(cut).heads for cut in long_cuts(ranks)})  # the first is 1, the ring's
-        cut = [
-            (rows, 32 // width, max(1, 8 // width), 128) for width in widths for rows in (width * short, 1024)
-        ]
-        every = [width for width in range(1, ranks + 1) if ranks % width == 0 and 32 % width == 0]
-        tested = [
-            (width * short, 32 // width, max(1, kv_heads // width), 128)
-            for width in every
-            for kv_heads in (8, 32)
-        ]
+        every = [w for w in range(1, ranks + 1) if ranks % w == 0 and 32 % w == 0]
+        checked = inner(short, 8, widths)
         return Scale(
             name="-virtual",
             device="cuda",
@@ -102,12 +100,12 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             lead="--lead-seconds 0.2",  # each rank's
             kernel=KERNEL_OF_SHARED_GPUS,  # the blocks of others wait for each other
             warmed={
-                "self-test": tested,
+                "self-test": inner(short, 8, every) + inner(short, 32, every),
                 "calibrate": [(1024, 32, 8, 128), (1024, 8, 2, 128)],
-                "tables": cut,
-                "slow-links": [(short, 16, 16, 64), (1024, 16, 16, 64)],
-                "million": [block for block in cut if block[0] == 1024],
-                "train-mesh": [(1024, 4, 2, 128)],
+                "tables": checked + inner(8192 // ranks, 8, widths),
+                "slow-links": [(short, 16, 16, 64)],
+                "million": checked + inner(2**16 // ranks, 8, widths),
+                "train-mesh": [(16384 // ranks, 4, 2, 128)],
             },
         )
     return Scale(

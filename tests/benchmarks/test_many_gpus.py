@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,8 +114,11 @@ def test_portable_kernels_are_compiled_ahead_for_every_number_of_heads(ranks: in
     ):
         parsed = module_of(BENCHMARKS / program).parse(steps[name])
         assert (parsed.heads, parsed.kv_heads, parsed.head_dim) == (32, 8, 128)
-        inner = [inner_shape(grouped, cut_of(cut).heads) for cut in getattr(parsed, option)]
+        (seq_len,) = parsed.seq_len if name == "tables" else [parsed.seq_len]
+        whole = replace(grouped, rows=seq_len // ranks)
+        inner = [inner_shape(whole, cut_of(cut).heads) for cut in getattr(parsed, option)]
         wanted[name] = {(one.heads, one.kv_heads) for one in inner}
+        assert {(one.rows, one.heads) for one in inner} <= {block[:2] for block in scale.warmed[name]}
     for name, heads in wanted.items():
         assert heads <= {block[1:3] for block in scale.warmed[name]}, name
 
