@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 launch/train.py --attention mesh --tile 2x2 --seq-len 8192
     launch/local.sh 4 --attention ring --data ~/books
-    python launch/train.py --attention single
+    launch/local.sh 1 --attention single --seq-len 1024
 
 The three kinds of attention see the same batches, start from the same weights and differ by rounding only.
 With a GPU for every rank of the machine it runs on NCCL, otherwise on gloo and the CPU.
