@@ -199,7 +199,7 @@ class KernelTimes:
         numbers = [number for number, _ in curves]
         found = []
         if not numbers[0] <= heads <= numbers[-1]:
-            found.append(f"{heads} heads (the table has {numbers[0]} to {numbers[-1]})")
+            found.append(f"{_heads(heads)} (the table has {_span(numbers[0], numbers[-1])})")
         n = bisect_left(numbers, heads)
         near = [curve for number, curve in curves if number == heads]
         near = near or [curve for _, curve in curves[max(n - 1, 0) : n + 1]]
@@ -207,8 +207,8 @@ class KernelTimes:
         least, most = max(curve[0][0] for curve in near), min(curve[-1][0] for curve in near)
         if not least - 1e-9 <= size <= most + 1e-9:
             found.append(
-                f"{round(math.exp(size))} rows of {heads} heads (the table has {round(math.exp(least))} to "
-                f"{round(math.exp(most))})"
+                f"{round(math.exp(size))} rows of {_heads(heads)} (the table has "
+                f"{_span(round(math.exp(least)), round(math.exp(most)))})"
             )
         return tuple(found)
 
@@ -258,3 +258,11 @@ def _at(curve: Curve, x: float, slope: float) -> float:
     n = bisect_left(curve, (x, -math.inf))
     (x0, y0), (x1, y1) = curve[n - 1], curve[n]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def _heads(number: int) -> str:
+    return f"{number} head{'' if number == 1 else 's'}"
+
+
+def _span(least: int, most: int) -> str:
+    return f"{least}" if least == most else f"{least} to {most}"

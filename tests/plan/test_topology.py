@@ -231,6 +231,11 @@ def test_a_table_lacks_what_lies_outside_of_its_sizes() -> None:
     ):
         (found,) = table.lacks(**sizes | outside)
         assert says in found
+    alone = KernelTimes("alone", (growing(64, 2),))
+    assert alone.lacks(**sizes | {"heads": 1, "kv_heads": 1, "rows": 8, "keys": 8}) == (
+        "1 head (the table has 2)",
+        "8 rows of 1 head (the table has 64)",
+    )
 
 
 def test_workspaces_are_those_of_the_table_and_grow_with_the_work_beyond_it() -> None:
