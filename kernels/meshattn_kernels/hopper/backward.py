@@ -25,9 +25,9 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from meshattn_kernels.hopper.backward_math import LOAD, math_partition_0, math_partition_1
+from meshattn_kernels.hopper.backward_math import LOAD, math_partition
 from meshattn_kernels.hopper.masks import Rows
-from meshattn_kernels.hopper.ordered_add import writer_0, writer_1
+from meshattn_kernels.hopper.ordered_add import writer_partition
 from meshattn_kernels.hopper.shim import aggregate, load_tile, new_barriers, reinterpret
 
 MATH_REGISTERS, WORKER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
@@ -194,14 +194,14 @@ def backward_kernel(
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize([
-        (math_partition_0, (gradients, worker_start, tasks, steps, rows, scale, memory,
-                            HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, PARTS)),
-        (math_partition_1, (gradients, worker_start, tasks, steps, rows, scale, memory,
-                            HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, PARTS)),
+        (math_partition, (gl.constexpr(0), gradients, worker_start, tasks, steps, rows, scale, memory,
+                          HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, PARTS)),
+        (math_partition, (gl.constexpr(1), gradients, worker_start, tasks, steps, rows, scale, memory,
+                          HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, PARTS)),
         (load_partition, (q_desc, do_desc, k_desc, v_desc, init_desc, worker_start, tasks, steps,
                           heads, kv_heads, num_q_tiles, num_rows, memory)),
-        (writer_0, (dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
-                    FIRST_DQ, ORDERED)),
-        (writer_1, (dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
-                    FIRST_DQ, ORDERED)),
+        (writer_partition, (gl.constexpr(0), dq_desc, counters, mailbox, worker_start, tasks, steps,
+                            num_q_tiles, memory, FIRST_DQ, ORDERED)),
+        (writer_partition, (gl.constexpr(1), dq_desc, counters, mailbox, worker_start, tasks, steps,
+                            num_q_tiles, memory, FIRST_DQ, ORDERED)),
     ], [4, 1, 1, 1], [MATH_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip

@@ -380,23 +380,3 @@ def math_partition(
             mbarrier.arrive(memory.kv_empty, count=1)
             tile_number += 1
             add_dkv(INDEX, gradients, dk, dv, tasks + task * 8, KV_TILE, HEAD_DIM, HEAD_DIM_V, FIRST, PARTS)
-
-
-@gluon.jit
-def math_partition_0(
-    gradients, worker_start, tasks, steps, rows, scale, memory,
-    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, Q_HALVES: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr, GROUPED: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
-    math_partition(0, gradients, worker_start, tasks, steps, rows, scale, memory,
-                   HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST, GROUPED, PARTS)  # fmt: skip
-
-
-@gluon.jit
-def math_partition_1(
-    gradients, worker_start, tasks, steps, rows, scale, memory,
-    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, Q_HALVES: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr, GROUPED: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
-    math_partition(1, gradients, worker_start, tasks, steps, rows, scale, memory,
-                   HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST, GROUPED, PARTS)  # fmt: skip

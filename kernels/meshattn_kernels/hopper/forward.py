@@ -11,7 +11,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from meshattn_kernels.hopper.forward_math import TASK_FIELDS, consumer_0, consumer_1, consumer_2
+from meshattn_kernels.hopper.forward_math import TASK_FIELDS, consumer
 from meshattn_kernels.hopper.masks import Rows
 from meshattn_kernels.hopper.output import ROWS, Output
 from meshattn_kernels.hopper.shim import aggregate, load_tile, new_barriers, reinterpret
@@ -50,7 +50,6 @@ def load_partition(
     q_desc, k_desc, v_desc, earlier_desc, worker_start, tasks, memory,
     TOGETHER: gl.constexpr, STAGED: gl.constexpr,
 ):  # fmt: skip
-    CONSUMERS: gl.constexpr = memory.q.shape[0]
     D_TILE: gl.constexpr = memory.q.shape[2]
     DV_TILE: gl.constexpr = memory.v.shape[2]
     STAGES: gl.constexpr = memory.k.shape[0]
@@ -66,13 +65,7 @@ def load_partition(
         block = gl.load(row + 3)
         first_tile = gl.load(row + 4)
         num_tiles = gl.load(row + 5)
-        for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(memory.q_empty.index(c), (task_number & 1) ^ 1)
-            mbarrier.expect(memory.q_full.index(c), ROWS * D_TILE * 2)
-            load_tile(
-                q_desc, [batch, head, (block * CONSUMERS + c) * ROWS, 0], memory.q_full.index(c),
-                reinterpret(memory.q.index(c), [1, 1, ROWS, D_TILE], q_desc.layout),
-            )  # fmt: skip
+        load_rows(q_desc, memory.q, memory.q_full, memory.q_empty, batch, head, block, task_number)
         for i in range(num_tiles):
             key = (first_tile + num_tiles - 1 - i) * KV_TILE
             stage = step % STAGES
@@ -98,21 +91,26 @@ def load_partition(
             step += 1
             if STAGED:  # not sooner: the room is free when the last task is done, and tiles must not wait
                 if i == gl.minimum(STAGES, num_tiles) - 1:
-                    load_earlier(earlier_desc, batch, head, block, task_number, memory)
+                    load_rows(
+                        earlier_desc, memory.earlier, memory.earlier_full, memory.earlier_empty,
+                        batch, head, block, task_number,
+                    )  # fmt: skip
         task_number += 1
 
 
 @gluon.jit
-def load_earlier(earlier_desc, batch, head, block, task_number, memory):
-    """What earlier blocks left of out in the rows of a task."""
-    CONSUMERS: gl.constexpr = memory.q.shape[0]
-    DV_TILE: gl.constexpr = memory.v.shape[2]
+def load_rows(desc, room, full, empty, batch, head, block, task_number):
+    """The rows of a task to ``room`` [CONSUMERS, 64, columns], each consumer's when its last ones are done
+    with."""
+    CONSUMERS: gl.constexpr = room.shape[0]
+    COLUMNS: gl.constexpr = room.shape[2]
+    BYTES: gl.constexpr = ROWS * COLUMNS * (room.dtype.primitive_bitwidth // 8)
     for c in gl.static_range(CONSUMERS):
-        mbarrier.wait(memory.earlier_empty.index(c), (task_number & 1) ^ 1)
-        mbarrier.expect(memory.earlier_full.index(c), ROWS * DV_TILE * 4)
+        mbarrier.wait(empty.index(c), (task_number & 1) ^ 1)
+        mbarrier.expect(full.index(c), BYTES)
         load_tile(
-            earlier_desc, [batch, head, (block * CONSUMERS + c) * ROWS, 0], memory.earlier_full.index(c),
-            reinterpret(memory.earlier.index(c), [1, 1, ROWS, DV_TILE], earlier_desc.layout),
+            desc, [batch, head, (block * CONSUMERS + c) * ROWS, 0], full.index(c),
+            reinterpret(room.index(c), [1, 1, ROWS, COLUMNS], desc.layout),
         )  # fmt: skip
 
 
@@ -155,21 +153,21 @@ def forward_kernel(
     # Argument tuples must be written inline: a tuple built before the call does not compile.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer_0, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
-            (consumer_1, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
+            (consumer, (gl.constexpr(0), output, rows, worker_start, tasks, scale, memory,
+                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
+            (consumer, (gl.constexpr(1), output, rows, worker_start, tasks, scale, memory,
+                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
             (load_partition, (q_desc, k_desc, v_desc, earlier_desc, worker_start, tasks, memory,
                               TOGETHER, STAGED)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer_0, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
-            (consumer_1, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
-            (consumer_2, (output, rows, worker_start, tasks, scale, memory,
-                          HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
+            (consumer, (gl.constexpr(0), output, rows, worker_start, tasks, scale, memory,
+                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
+            (consumer, (gl.constexpr(1), output, rows, worker_start, tasks, scale, memory,
+                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
+            (consumer, (gl.constexpr(2), output, rows, worker_start, tasks, scale, memory,
+                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
             (load_partition, (q_desc, k_desc, v_desc, earlier_desc, worker_start, tasks, memory,
                               TOGETHER, STAGED)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -310,33 +310,3 @@ def consumer(
         if PARTS:
             if part > 0:
                 store_part(output, part - 1, INDEX, CONSUMERS, out, lse, HEAD_DIM_V)
-
-
-@gluon.jit
-def consumer_0(
-    output, rows, worker_start, tasks, scale, memory,
-    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr, PARTS: gl.constexpr, STAGED: gl.constexpr,
-):  # fmt: skip
-    consumer(0, output, rows, worker_start, tasks, scale, memory,
-             HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)  # fmt: skip
-
-
-@gluon.jit
-def consumer_1(
-    output, rows, worker_start, tasks, scale, memory,
-    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr, PARTS: gl.constexpr, STAGED: gl.constexpr,
-):  # fmt: skip
-    consumer(1, output, rows, worker_start, tasks, scale, memory,
-             HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)  # fmt: skip
-
-
-@gluon.jit
-def consumer_2(
-    output, rows, worker_start, tasks, scale, memory,
-    HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr, PARTS: gl.constexpr, STAGED: gl.constexpr,
-):  # fmt: skip
-    consumer(2, output, rows, worker_start, tasks, scale, memory,
-             HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)  # fmt: skip

@@ -145,21 +145,3 @@ def writer_partition(
                     finish_turn(counter, turn + 1)
             step += 1
     tma.store_wait(0)
-
-
-@gluon.jit
-def writer_0(
-    dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
-    FIRST: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
-    writer_partition(0, dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
-                     FIRST, ORDERED)  # fmt: skip
-
-
-@gluon.jit
-def writer_1(
-    dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
-    FIRST: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
-    writer_partition(1, dq_desc, counters, mailbox, worker_start, tasks, steps, num_q_tiles, memory,
-                     FIRST, ORDERED)  # fmt: skip
