@@ -317,6 +317,7 @@ def math_partition(
     DV_TILE: gl.constexpr = memory.do.shape[2]
     KV_TILE: gl.constexpr = memory.k.shape[0]
     DQ_SHARED: gl.constexpr = dq_shared_layout(segment_of(HEAD_DIM))
+    TWO_BUFFERS: gl.constexpr = memory.dq.shape[0] == 4
     V_IN_REGISTERS: gl.constexpr = Q_HALVES == 2 and MASK != ARRAY  # arrays leave too few
     exp2_scale = scale * LOG2E
     worker = gl.program_id(0)
@@ -369,7 +370,10 @@ def math_partition(
                 )  # fmt: skip
                 mbarrier.arrive(memory.q_empty.index(stage), count=1)
             mbarrier.wait(memory.dq_empty.index(stage), parity)
-            reinterpret(memory.dq.index(INDEX), [64, 64], DQ_SHARED).store(dq)
+            dq_half = INDEX
+            if TWO_BUFFERS:
+                dq_half += 2 * stage
+            reinterpret(memory.dq.index(dq_half), [64, 64], DQ_SHARED).store(dq)
             fence_async_shared()
             mbarrier.arrive(memory.dq_full.index(stage), count=1)
             if Q_HALVES == 1:

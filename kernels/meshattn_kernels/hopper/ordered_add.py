@@ -3,7 +3,7 @@
 
 Every tile of dq receives one contribution from each tile of keys that it sees, computed by different thread
 blocks. They are added to fp32 memory by TMA in a fixed order: counter[head, query tile] holds the turn that
-is due. Two warps of each block do nothing else, so a wait never stops the tensor cores until the one buffer
+is due. Two warps of each block do nothing else, so a wait never stops the tensor cores until a buffer
 is needed again.
 
 An addition is published by release only after it has landed in memory, which ``store_wait`` does not say: it
@@ -89,12 +89,12 @@ def dq_shared_layout(segment):
 
 
 @gluon.jit
-def half_of_tile(dq_desc, memory, q_tile, INDEX: gl.constexpr):
-    """Memory of half a tile of dq and where it begins: rows and segments."""
+def half_of_tile(dq_desc, memory, q_tile, BUFFER: gl.constexpr, INDEX: gl.constexpr):
+    """Memory of half a tile of dq in a buffer, and where it begins: rows and segments."""
     Q_TILE: gl.constexpr = memory.q.shape[1]
     SEGMENT: gl.constexpr = dq_desc.block_shape[3]
     SEGMENTS: gl.constexpr = dq_desc.block_shape[2]
-    source = reinterpret(memory.dq.index(INDEX), [1, 64, SEGMENTS, SEGMENT], dq_desc.layout)
+    source = reinterpret(memory.dq.index(2 * BUFFER + INDEX), [1, 64, SEGMENTS, SEGMENT], dq_desc.layout)
     row = q_tile * Q_TILE
     segment = 0
     if Q_TILE == 64:
@@ -111,11 +111,15 @@ def writer_partition(
 ):  # fmt: skip
     """One warp of two, for steps of even or of odd number: adds a tile of dq to global memory when its turn
     has come. From the look at the counter to the release takes about as long as a step, so one begins while
-    the other still waits for its addition to land."""
+    the other still waits for its addition to land. With two buffers each has its own, so that the math warps
+    need not stop when a turn comes late; one buffer each frees for the other's next step."""
+    TWO_BUFFERS: gl.constexpr = memory.dq.shape[0] == 4
+    BUFFER: gl.constexpr = NUMBER if TWO_BUFFERS else 0
+    NEXT: gl.constexpr = NUMBER if TWO_BUFFERS else 1 - NUMBER  # the steps that use the buffer next
     worker = gl.program_id(0)
     step = 0
-    if NUMBER == 1:  # each frees the buffer for the other's next step, and this one for step 0 as well
-        mbarrier.arrive(memory.dq_empty.index(0), count=1)
+    if TWO_BUFFERS or NUMBER == 1:  # free from the beginning
+        mbarrier.arrive(memory.dq_empty.index(NEXT), count=1)
     for task in range(gl.load(worker_start + worker), gl.load(worker_start + worker + 1)):
         head = gl.load(tasks + task * 8)
         first_step = gl.load(tasks + task * 8 + 3)
@@ -131,7 +135,7 @@ def writer_partition(
                 if ORDERED:
                     wait_for_turn(counter, turn, mailbox)
                 for index in gl.static_range(2):
-                    source, row, segment = half_of_tile(dq_desc, memory, q_tile, index)
+                    source, row, segment = half_of_tile(dq_desc, memory, q_tile, BUFFER, index)
                     if FIRST and ORDERED:
                         if turn == 0:  # the first turn overwrites: dq needs no zero fill
                             tma.async_copy_shared_to_global(dq_desc, [head, row, segment, 0], source)
@@ -140,7 +144,7 @@ def writer_partition(
                     else:
                         tma_reduce_add(dq_desc, [head, row, segment, 0], source)
                 tma.store_wait(0)  # shared memory has been read: the buffer is free
-                mbarrier.arrive(memory.dq_empty.index(1 - NUMBER), count=1)
+                mbarrier.arrive(memory.dq_empty.index(NEXT), count=1)
                 if ORDERED:
                     finish_turn(counter, turn + 1)
             step += 1

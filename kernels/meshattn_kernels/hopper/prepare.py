@@ -41,10 +41,11 @@ def finish_dq_kernel(
     PLUS: tl.constexpr,
 ):  # fmt: skip
     """dq [B, C, H, D] = scale * acc [B, H, C, D], whose columns are permuted: see ``column_order``. With PLUS
-    acc + plus instead of acc."""
+    acc + plus instead of acc. The last heads first: they may still be in the L2 cache."""
     blocks = tl.cdiv(chunk_rows, ROWS)
-    flat_head = tl.program_id(0) // blocks
-    row = (tl.program_id(0) - flat_head * blocks) * ROWS + tl.arange(0, ROWS)
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    flat_head = number // blocks
+    row = (number - flat_head * blocks) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, D_TILE)
     mask = (row < chunk_rows)[:, None] & (column < HEAD_DIM)[None, :]
     at = flat_head.to(tl.int64) * chunk_rows * HEAD_DIM + (row[:, None] * HEAD_DIM + column[None, :])
