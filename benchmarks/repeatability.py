@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from harness import REPORTS, Machine, Record
-from meshattn_kernels import ArrayIntervals
+from meshattn_kernels import ArrayIntervals, BandIntervals, Intervals
 from one_rank.attention_cases import SCHEDULES, Case
 from one_rank.contenders import Ours, make_inputs, our_kernel
 from one_rank.kernel_report import publish
@@ -30,6 +30,9 @@ from one_rank.kernel_report import publish
 BENCHMARK = "repeatability"
 HEADS = ((13, 13), (8, 2), (8, 1))
 """Query and key/value heads; with 13 the last tasks of a full mask are cut."""
+BANDS = ("full", "causal")
+"""Masks that hopper has other schedules for, and that any number of workers is tried with."""
+MASKS = (*BANDS, "window", "documents", "zigzag")
 ROWS = 4096
 WORKERS = (132, 116, 66, 33)
 OCCUPIED = (16, 66, 99, 132)
@@ -44,8 +47,8 @@ class Repeats:
     def __init__(self, ours: Ours) -> None:
         self._ours = ours
         self._first = [x.clone() for x in self.run()]
-        if not all(bool(x.isfinite().all()) for x in self._first):
-            raise RuntimeError(f"{ours.case}: {ours.kernel.name} left numbers that are not finite")
+        if any(bool(x.isnan().any()) for x in self._first):
+            raise RuntimeError(f"{ours.case}: {ours.kernel.name} left numbers that it did not write")
 
     def run(self) -> list[Tensor]:
         """Everything that two blocks leave, the second merged with and added to the first, and finished
@@ -132,31 +135,36 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Setting:
-    """A case; ``documents`` are a third mask beside full and causal, given by arrays."""
+    """A case with one of ``MASKS``; a case knows only full and causal ones."""
 
     case: Case
-    documents: bool
+    mask: str
 
     def __str__(self) -> str:
-        return str(self.case).replace("full", "documents") if self.documents else str(self.case)
+        return str(self.case).replace("full", self.mask)
 
-    def mask(self, device: torch.device) -> ArrayIntervals | None:
-        """Random documents one behind the other, causal in each."""
-        if not self.documents:
-            return None
+    def intervals(self, device: torch.device) -> Intervals | None:
+        """None is the mask of the case."""
         rows = self.case.rows
-        generator = torch.Generator().manual_seed(0)
+        if self.mask == "window":  # an eighth of the rows, causal
+            return BandIntervals(0, rows // 8, rows, rows)
         row = torch.arange(rows, dtype=torch.int32)
-        begins = row * (torch.rand(rows, generator=generator) < 8 / rows)
-        return ArrayIntervals(begins.cummax(0).values.int().to(device), (row + 1).to(device), rows, rows)
+        if self.mask == "documents":  # random ones one behind the other, causal in each
+            generator = torch.Generator().manual_seed(0)
+            begins = row * (torch.rand(rows, generator=generator) < 8 / rows)
+            start, end = begins.cummax(0).values.int(), row + 1
+        elif self.mask == "zigzag":  # chunk 1 against chunk 2 of 4: the first half of the rows sees nothing
+            start, end = torch.zeros_like(row), rows * (row >= (rows + 1) // 2)
+        else:
+            return None
+        return ArrayIntervals(start.to(device), end.int().to(device), rows, rows)
 
 
-def _settings(head_dims: Sequence[int], rows: int, documents: bool = True) -> list[Setting]:
-    masks = [(False, False), (True, False), *([(False, True)] if documents else [])]
+def _settings(head_dims: Sequence[int], rows: int, masks: Sequence[str] = MASKS) -> list[Setting]:
     return [
-        Setting(Case(head_dim, causal, rows, 1, heads, kv_heads), documents)
+        Setting(Case(head_dim, mask == "causal", rows, 1, heads, kv_heads), mask)
         for head_dim in head_dims
-        for causal, documents in masks
+        for mask in masks
         for heads, kv_heads in HEADS
     ]
 
@@ -165,7 +173,9 @@ def _make(kernel: str, setting: Setting, device: torch.device, **options: object
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     made: Any = our_kernel(kernel)
     inputs = make_inputs(setting.case, device, dtype)
-    return Ours(replace(made, **options) if options else made, setting.case, inputs, setting.mask(device))
+    return Ours(
+        replace(made, **options) if options else made, setting.case, inputs, setting.intervals(device)
+    )
 
 
 def _none_differ(setting: Setting, what: str, differing: int, repeats: int) -> Record:
@@ -185,7 +195,7 @@ def _again(options: argparse.Namespace, device: torch.device) -> Iterable[Record
         if device.type == "cpu":
             kernels: Sequence[str] = ("reference",)
         else:
-            cyclic = ["symmetric_shift"] if setting.case.causal else [] if setting.documents else ["shift"]
+            cyclic = {"full": ["shift"], "causal": ["symmetric_shift"]}.get(setting.mask, [])
             kernels = ("hopper", *(f"hopper@{name}" for name in (*SCHEDULES, *cyclic)), *PORTABLE)
         for kernel in kernels:
             try:
@@ -229,7 +239,7 @@ def _under_load(options: argparse.Namespace, device: torch.device) -> Iterable[R
 def _with_fewer_workers(options: argparse.Namespace, device: torch.device) -> Iterable[Record]:
     if device.type == "cpu":
         return
-    for setting in _settings(options.head_dim, options.rows, documents=False):
+    for setting in _settings(options.head_dim, options.rows, BANDS):
         for kernel in ("hopper", "triton-dash"):
             repeats = Repeats(_make(kernel, setting, device))
             for workers in WORKERS:
@@ -247,7 +257,7 @@ def _beside_a_resident_kernel(options: argparse.Namespace, device: torch.device)
 
     total = torch.cuda.get_device_properties(device).multi_processor_count
     stream = torch.cuda.Stream()
-    for setting in _settings(options.head_dim, options.rows, documents=False):
+    for setting in _settings(options.head_dim, options.rows, BANDS):
         repeats = Repeats(_make("hopper", setting, device))
         for held in (n for n in OCCUPIED if n <= total):
             workers = total - held or None

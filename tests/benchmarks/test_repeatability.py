@@ -13,7 +13,7 @@ import torch
 import harness
 import repeatability
 import sanitize
-from meshattn_kernels import get_kernel
+from meshattn_kernels import UNBOUNDED, BandIntervals, get_kernel
 from one_rank import contenders
 from one_rank.attention_cases import Case
 
@@ -80,7 +80,7 @@ def test_numbers_that_were_not_written_are_seen() -> None:
         def backward(self, *args: Any, **options: Any) -> None:
             pass
 
-    with pytest.raises(RuntimeError, match="left numbers that are not finite"):
+    with pytest.raises(RuntimeError, match="left numbers that it did not write"):
         repeats(Idle())
 
 
@@ -90,6 +90,21 @@ def test_a_digest_is_of_all_bits() -> None:
         for kernel in (get_kernel("reference"), *(Unsteady(which, 1) for which in ("out", "lse", "dk")))
     }
     assert len(digests) == 4
+
+
+@pytest.mark.parametrize("rows", [24, 37])
+def test_every_mask_is_another(rows: int) -> None:
+    settings = repeatability._settings([64], rows)
+    assert len({str(setting) for setting in settings}) == len(settings)
+    seen = set()
+    for setting in settings:
+        case = setting.case
+        mask = setting.intervals(torch.device("cpu")) or BandIntervals(
+            0 if case.causal else -UNBOUNDED, UNBOUNDED, rows, rows
+        )
+        assert not mask.is_empty
+        seen.add((setting.mask, mask.num_pairs))
+    assert len(seen) == len({pairs for _, pairs in seen}) == len(repeatability.MASKS)
 
 
 @pytest.mark.timeout(300)
