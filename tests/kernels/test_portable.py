@@ -21,11 +21,8 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
     pytest.skip("interpreted in a process of its own", allow_module_level=True)
 
-import triton.language as tl  # noqa: E402
-
-from meshattn_kernels.portable.kernel import TritonDashKernel, TritonKernel, group_parts  # noqa: E402
-from meshattn_kernels.portable.launch import INTERPRETED, padded, tiling  # noqa: E402
-from meshattn_kernels.portable.tiles import TERM_ROWS, count_at_most, sees_all, tile_keys, tile_rows  # noqa: E402
+from meshattn_kernels.portable.kernel import TritonDashKernel, TritonKernel  # noqa: E402
+from meshattn_kernels.portable.launch import INTERPRETED  # noqa: E402
 from portable_runs import (  # noqa: E402
     DEVICE,
     KERNELS,
@@ -295,52 +292,6 @@ def test_large_scores_do_not_overflow() -> None:
     assert all(x.isfinite().all() for x in actual)
 
 
-@pytest.mark.parametrize("size", [1, 127, 129, 128**2 + 1, 50000])
-def test_search_in_bounds_of_any_length(size: int) -> None:
-    """Lengths below and above one, two and three levels of a search by 128."""
-    generator = torch.Generator().manual_seed(size)
-    bound = torch.randint(0, size, (size,), generator=generator).sort().values.int().to(DEVICE)
-    for limit in (-1, 0, size // 3, int(bound[size // 2]), size):
-        count = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        count_kernel[(1,)](bound, count, size, limit)
-        assert int(count) == int((bound <= limit).sum()), limit
-
-
-@triton.jit
-def count_kernel(bound_ptr, count_ptr, size, limit):
-    tl.store(count_ptr, count_at_most(bound_ptr, size, limit))
-
-
-@pytest.mark.parametrize("form", ["band", "arrays"])
-@pytest.mark.parametrize("width", [0, 3, 29, 30, 31])
-def test_tiles_are_walked_and_masked_exactly_where_needed(form: str, width: int) -> None:
-    """A band moves over a tile of 16 x 16, with more rows and keys beyond: the tile is walked, by rows and by
-    keys, if any pair of it is visible, and unmasked if all are."""
-    rows, keys, tile = 19, 18, 16
-    for lo in range(-20, 20):
-        intervals: Intervals = BandIntervals(lo, lo + width, rows, keys)
-        start, end = (bound.to(DEVICE) for bound in intervals.bounds(rows))
-        found = torch.zeros(5, dtype=torch.int32, device=DEVICE)
-        pair_kernel[(1,)](found, start, end, lo, lo + width, rows, keys, tile, form == "band")
-        pairs = visible_pairs(rows, keys, [(slice(None), intervals)])[:tile, :tile]
-        assert found.tolist() == [pairs.any(), pairs.all(), pairs.any(), pairs.all(), pairs.all()], lo
-
-
-@triton.jit
-def pair_kernel(found_ptr, start_ptr, end_ptr, lo, hi, n_q, n_k, TILE: tl.constexpr, BAND: tl.constexpr):
-    r0 = tl.program_id(0) * TILE
-    t0 = tl.program_id(0) * TILE
-    bounds = start_ptr, end_ptr, lo, hi, n_q, n_k
-    first, full, full_end, end = tile_keys(r0, bounds, TILE, TILE, BAND)
-    tl.store(found_ptr, ((first <= 0) & (end > 0)).to(tl.int32))
-    tl.store(found_ptr + 1, ((full <= 0) & (full_end > 0)).to(tl.int32))
-    first, full, full_end, end = tile_rows(t0, bounds, TILE, TILE, BAND)
-    tl.store(found_ptr + 2, ((first <= 0) & (end > 0)).to(tl.int32))
-    tl.store(found_ptr + 3, ((full <= 0) & (full_end > 0)).to(tl.int32))
-    whole = sees_all(r0, t0, bounds, TILE, TILE, BAND)
-    tl.store(found_ptr + 4, whole.to(tl.int32))
-
-
 @pytest.mark.parametrize(
     "schedule", ["naive", "descending", "shortest_first", "longest_first", "halves", "split_shift"]
 )
@@ -349,24 +300,6 @@ def test_every_linear_schedule_of_the_five_product_backward(schedule: str) -> No
     shape = Shape(B=1, S=45, H=2, H_kv=1, D=16, S_k=40) if INTERPRETED else Shape(2, 900, 4, 2, 64, S_k=1100)
     kernel = TritonDashKernel(workers=1 if INTERPRETED else 33, schedule=schedule)
     check(kernel, make_inputs(shape, torch.bfloat16), [(slice(None), causal(shape))])
-
-
-def test_two_loop_backward_splits_a_group_when_programs_are_few() -> None:
-    assert group_parts(8, 1) == 8 and group_parts(8, 64) == 2 and group_parts(8, 128) == 1
-    assert group_parts(6, 50) == 3 and group_parts(1, 1) == 1
-    assert all(8 % group_parts(8, tasks) == 0 for tasks in range(1, 200))
-
-
-def test_tilings_exist_for_all_sizes_types_and_gpus() -> None:
-    for which in ("forward", "dkdv", "dq", "dash"):
-        for capability in (None, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
-            for dtype in (torch.float16, torch.bfloat16, torch.float32):
-                for dim in range(1, 257):
-                    width = padded(dim)
-                    assert width >= max(dim, 16) and width & (width - 1) == 0
-                    for dropout in (False, True):
-                        tiles = tiling(which, (width, 16), dtype, capability, dropout)
-                        assert min(tiles.q_tile, tiles.kv_tile) >= 16 and TERM_ROWS.value % tiles.q_tile == 0
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)

@@ -18,7 +18,14 @@ pytest.importorskip("triton")
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "tests", ["test_portable.py", "test_portable_scores.py", "test_row_passes.py", "test_masked_engine.py"]
+    "tests",
+    [
+        "test_portable.py",
+        "test_portable_scores.py",
+        "test_portable_parts.py",
+        "test_row_passes.py",
+        "test_masked_engine.py",
+    ],
 )
 def test_in_the_interpreter(tests: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
