@@ -4,7 +4,8 @@
     python benchmarks/mask_costs.py --device cpu     tries the program out with the reference kernel
 
 Documents have random lengths of 1k tokens on average, the window is 1k keys, both causal: their times are
-held against the part of the causal pairs that they leave. Whether results are right is for the tests.
+held against the part of the causal pairs that they leave. Before, every variant is checked on a few rows
+against the reference kernel in float64.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ from harness import REPORTS, Machine, Record, table, write
 from meshattn_kernels import ArrayIntervals, BandIntervals, Intervals, get_kernel
 from meshattn_kernels.dropout import Dropout, with_dropout
 from one_rank.attention_cases import BACKWARD, FORWARD, Case
-from one_rank.contenders import Ours, make_inputs
+from one_rank.checks import NORM_LIMIT
+from one_rank.contenders import Inputs, Ours, make_inputs
 from one_rank.timing import Clock, CudaClock, HostClock, alternate
 
 BENCHMARK, PLAIN = "mask-costs", "causal"
 SOFTCAP, DROPOUT = 30.0, 0.1
+CHECKED_ROWS = 300
 
 TITLE = "Masks, softcap and dropout beside the causal kernel"
 READING = """Every figure is the median over turns that all variants of a kernel take in one process; its
@@ -54,6 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
     machine, records = Machine.here(commit=options.commit), []
     for case in cases:
         for kernel in kernels:
+            check(kernel, case, torch.device(options.device))
             records += measure(kernel, case, clock, torch.device(options.device), options.rounds)
             path = write(BENCHMARK, [(machine, records)], render(machine, records), Path(options.out))
     print(f"written to {path}")
@@ -81,8 +86,30 @@ def variants(kernel: str, case: Case, device: torch.device) -> Iterator[tuple[st
         yield "dropout", with_dropout(plain, Dropout(DROPOUT, seed=1)), causal
 
 
+def check(kernel: str, case: Case, device: torch.device) -> None:
+    """RuntimeError unless all variants are right on a few rows."""
+    few = replace(case, rows=CHECKED_ROWS)
+    inputs = inputs_of(few, device)
+    exact = {
+        name: Ours(reference, few, Inputs(*(x.double() for x in inputs)), mask).plain_results()
+        for name, reference, mask in variants("reference", few, device)
+    }
+    for name, attention, mask in variants(kernel, few, device):
+        found = Ours(attention, few, inputs, mask).plain_results()
+        for what, mine, true in zip(found._fields, found, exact[name], strict=True):
+            error = float((mine.double() - true).norm() / true.norm())
+            if not error <= NORM_LIMIT:
+                raise RuntimeError(
+                    f"{case} {kernel}, {name}: {what} is wrong by {error:.1e}; it is not timed"
+                )
+
+
+def inputs_of(case: Case, device: torch.device) -> Inputs:
+    return make_inputs(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
 def measure(kernel: str, case: Case, clock: Clock, device: torch.device, rounds: int) -> list[Record]:
-    inputs = make_inputs(case, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    inputs = inputs_of(case, device)
     all_pairs = BandIntervals(0, case.rows, case.rows, case.rows).num_pairs
     runs: dict[tuple[str, str], Any] = {}
     left = {}

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import mask_costs
+from meshattn_kernels import get_kernel
+from one_rank.attention_cases import Case
 
 
 def test_every_variant_is_timed_against_the_plain_one(tmp_path: Path) -> None:
@@ -23,6 +28,23 @@ def test_every_variant_is_timed_against_the_plain_one(tmp_path: Path) -> None:
     assert parts["causal: part of pairs"] == parts["dropout: part of pairs"] == 1
     assert 0 < parts["window: part of pairs"] < parts["documents: part of pairs"] < 1
     assert path.with_suffix(".md").read_text().count("| reference") == 10
+
+
+def test_a_variant_that_is_wrong_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = mask_costs.variants
+
+    def spoiled(kernel: str, case: Any, device: torch.device) -> Iterator[tuple[str, Any, Any]]:
+        """The window of the kernel is that of the reference, but for one key."""
+        for name, attention, mask in real(kernel, case, device):
+            if name == "window" and kernel == "checked":
+                mask = replace(mask, hi=mask.hi - 1)
+            yield name, attention, mask
+
+    monkeypatch.setattr(mask_costs, "variants", spoiled)
+    monkeypatch.setattr(mask_costs, "get_kernel", lambda name, *cap: get_kernel("reference", *cap))
+    with pytest.raises(RuntimeError, match="checked, window: out is wrong"):
+        mask_costs.check("checked", Case(16, True, 40, 1, 4, 2), torch.device("cpu"))
+    mask_costs.check("reference", Case(16, True, 40, 1, 4, 2), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("rows", [40, 1000])
