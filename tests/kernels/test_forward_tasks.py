@@ -70,5 +70,6 @@ def test_heads_in_flight_are_few_where_their_keys_fill_the_cache(
     rows: int, head_dim: int, kv_heads: int, in_flight: int
 ) -> None:
     call = plans.Call(0, 1, 1, 8, kv_heads, rows, rows, head_dim, head_dim, True, None)
-    _, tasks, _ = plans.forward_tasks(BandIntervals(0, UNBOUNDED, rows, rows), call, 128)
-    assert [task[1] for task in tasks[: in_flight + 1]] == [*range(in_flight), 0]
+    for lo, wanted in ((-UNBOUNDED, in_flight), (0, 4)):  # a full mask, and a causal one
+        _, tasks, _ = plans.forward_tasks(BandIntervals(lo, UNBOUNDED, rows, rows), call, 128)
+        assert [task[1] for task in tasks[: wanted + 1]] == [*range(wanted), 0]
