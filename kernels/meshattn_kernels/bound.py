@@ -6,6 +6,8 @@ An ordinary Triton launch inspects and specialises every argument, and encodes e
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from inspect import signature
+from types import FunctionType
 from typing import Any, Generic, TypeVar
 
 import triton
@@ -47,9 +49,7 @@ def bound(compiled: Any, device: int, grid: int, args: Sequence[Any], constants:
     if direct is None or not all(hasattr(hook, "calls") for hook in hooks):
         return plain
     before, after = hooks
-    run = compiled.run
-    front = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
-    rest = (*front, compiled.packed_metadata, None, None, None, *_flattened(compiled, args), *constants)
+    rest = _in_order(compiled, (*_flattened(compiled, args), *constants))
     current_stream: Any = triton.runtime.driver.active.get_current_stream
 
     def fast() -> None:
@@ -62,20 +62,30 @@ def bound(compiled: Any, device: int, grid: int, args: Sequence[Any], constants:
 
 
 def _direct_launcher(compiled: Any) -> Any:
-    """The C function that launches a compiled kernel, which Triton 3.6 keeps behind a wrapper that encodes
-    all descriptors on every launch; None where it cannot be found."""
+    """What launches a compiled kernel, a C function. Triton keeps it behind a wrapper that encodes all
+    descriptors on every launch; None where it cannot be found."""
     try:
         run = compiled.run
-        if run.global_scratch_size or run.profile_scratch_size:
+        if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
             return None
         launch = run.launch
-        if not compiled.metadata.tensordesc_meta:
-            return launch if type(launch).__name__ == "builtin_function_or_method" else None
-        cells = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
-        found = cells["launcher"].cell_contents
-        return found if type(found).__name__ == "builtin_function_or_method" else None
+        if isinstance(launch, FunctionType):
+            launch = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))[
+                "launcher"
+            ].cell_contents
+        return None if isinstance(launch, FunctionType) else launch
     except (AttributeError, KeyError):
         return None
+
+
+def _in_order(compiled: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the C function takes behind grid and stream: no metadata of the launch, no hooks, no scratch."""
+    run = compiled.run
+    front = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+    hooks = (compiled.packed_metadata, None, None, None)
+    if hasattr(run, "kernel_signature"):  # from triton 3.7 on, one function for all kernels
+        return (*front, *hooks, None, None, run.arg_annotations, run.kernel_signature, args)
+    return (*front, None, None, *hooks, *args)
 
 
 def _flattened(compiled: Any, args: Sequence[Any]) -> list[Any]:
@@ -89,7 +99,13 @@ def _flattened(compiled: Any, args: Sequence[Any]) -> list[Any]:
         elif isinstance(arg, (int, float)):
             flat.append(arg)
         else:
-            from triton.backends.nvidia.driver import make_tensordesc_arg
-
-            flat += make_tensordesc_arg(arg, next(metadata))
+            flat += _encoded(arg, next(metadata))
     return flat
+
+
+def _encoded(descriptor: Any, metadata: Any) -> list[Any]:
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    # From triton 3.8 on it is told of the launch, too, of which it needs nothing.
+    told = (None,) * (len(signature(make_tensordesc_arg).parameters) - 2)
+    return list(make_tensordesc_arg(descriptor, metadata, *told))

@@ -25,7 +25,7 @@ Capability = tuple[int, int]
 
 HOPPER_CAPABILITY = (9, 0)
 HOPPER_HEAD_DIM_STEP, HOPPER_MAX_HEAD_DIM = 16, 128
-HOPPER_OLDEST_TRITON, HOPPER_FIRST_UNKNOWN_TRITON = (3, 6), (3, 8)
+HOPPER_OLDEST_TRITON, HOPPER_FIRST_UNKNOWN_TRITON = (3, 6), (3, 10)
 """With 3.8 some variants spill kilobytes or have their products serialised, and 3.9 renames functions."""
 LEAST_CAPABILITY = (8, 0)
 MAX_HEAD_DIM = 256

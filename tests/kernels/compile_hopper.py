@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import triton
 import triton.experimental.gluon.language as gl
-from machine_code import disassembled, wrong_addresses
+from machine_code import disassembled, ptxas_for, wrong_addresses
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -45,7 +45,6 @@ from meshattn_kernels.hopper.prepare import (
 )
 
 TARGET = GPUTarget("cuda", 90, 32)
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 MAX_SPILLED_BYTES = 64
 MAX_ADDED_WAITS = 3
 GLUON_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
@@ -280,7 +279,7 @@ def ptxas_log(ptx: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [str(PTXAS), "-arch=sm_90a", "-v", str(path), "-o", str(path.with_suffix(".cubin"))]
+        command = [*ptxas_for(90), "-v", str(path), "-o", str(path.with_suffix(".cubin"))]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stderr + done.stdout
 

@@ -28,9 +28,8 @@ from typing import Any
 
 import torch
 import triton
-from machine_code import disassembled, wrong_addresses
+from machine_code import disassembled, ptxas_for, wrong_addresses
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
 from meshattn_kernels.portable import launch
@@ -252,19 +251,8 @@ def ptxas_log(ptx: str, target: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
-        return subprocess.run(
-            [
-                get_ptxas(target).path,
-                "-v",
-                f"-arch={sm_arch_from_capability(target)}",
-                path,
-                "-o",
-                "/dev/null",
-            ],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stderr
+        command = [*ptxas_for(target), "-v", path, "-o", "/dev/null"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def compile_and_judge(job: tuple[int, Variant]) -> tuple[str, list[str]]:

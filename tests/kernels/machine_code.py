@@ -9,16 +9,25 @@ sums lacked all rows but the first 16.
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import tempfile
 from pathlib import Path
 
 import triton.backends.nvidia
+from triton.backends.nvidia import compiler
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
 _LOW = re.compile(r"UIADD3 UR\d+, (UP\d), (UR\d+), \S+, URZ")
 _HIGH = re.compile(r"UIADD3\.X UR\d+, (UR\d+), \S+, URZ, (UP\d), !UPT")
+
+
+def ptxas_for(target: int) -> list[str]:
+    """The command by which triton assembles for sm_``target``, as far as it matters for registers."""
+    arch = compiler.sm_arch_from_capability(target)
+    level = ["--regAllocOptLevel=2"] if "--regAllocOptLevel=2" in inspect.getsource(compiler) else []
+    return [str(compiler.get_ptxas(target).path), f"-arch={arch}", *level]
 
 
 def disassembled(cubin: bytes) -> str:

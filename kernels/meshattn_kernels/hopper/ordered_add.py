@@ -13,7 +13,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from meshattn_kernels.hopper.shim import reinterpret, tma_reduce_add
+from meshattn_kernels.hopper.shim import reinterpret, store_tile, tma_reduce_add
 
 # A wait can only fail to end if not all blocks are resident or a table is wrong: some ten seconds of reads.
 _SPIN = """{ .reg .pred again, stuck; .reg .b32 seen, reads, worker; mov.b32 reads, 0;
@@ -138,7 +138,7 @@ def writer_partition(
                     source, row, segment = half_of_tile(dq_desc, memory, q_tile, BUFFER, index)
                     if FIRST and ORDERED:
                         if turn == 0:  # the first turn overwrites: dq needs no zero fill
-                            tma.async_copy_shared_to_global(dq_desc, [head, row, segment, 0], source)
+                            store_tile(dq_desc, [head, row, segment, 0], source)
                         else:
                             tma_reduce_add(dq_desc, [head, row, segment, 0], source)
                     else:

@@ -17,9 +17,21 @@ from triton.language.core import _aggregate as aggregate
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
-__all__ = ["LN2", "LOG2E", "aggregate", "load_tile", "new_barriers", "reinterpret", "tma_reduce_add"]
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "aggregate",
+    "load_tile",
+    "new_barriers",
+    "reinterpret",
+    "store_tile",
+    "tma_reduce_add",
+]
 
-load_tile = tma.async_copy_global_to_shared
+if hasattr(tma, "async_load"):  # from 3.9 on
+    load_tile, store_tile = tma.async_load, tma.async_store
+else:
+    load_tile, store_tile = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 
 
 @builtin
@@ -34,7 +46,8 @@ def tma_reduce_add(desc, coord, source, _semantic=None):
 @builtin
 def reinterpret(memory, shape, layout, _semantic=None):
     """The same shared memory with another shape and layout."""
-    return memory._reinterpret(memory.dtype, shape, layout, _semantic=_semantic)
+    renamed = getattr(memory, "reinterpret", None) or memory._reinterpret
+    return renamed(memory.dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.jit
