@@ -172,11 +172,13 @@ def _costs(found: dict[tuple[str, ...], list[str]], name: str, kernel: str) -> l
 
 
 def test_the_rule_of_the_kernels() -> None:
-    oldest, unknown = rules.HOPPER_OLDEST_TRITON, rules.HOPPER_FIRST_UNKNOWN_TRITON
-    known = [_dotted((3, minor)) for minor in range(10) if (3, minor) >= oldest and (3, minor) < unknown]
+    *known, newest = map(_dotted, rules.HOPPER_TRITONS)
     lines = [line for line in README.splitlines() if line.startswith("| CUDA, compute capability")]
     hopper, portable = lines
-    assert f"compute capability {_dotted(rules.HOPPER_CAPABILITY)}, triton {' or '.join(known)};" in hopper
+    assert (
+        f"compute capability {_dotted(rules.HOPPER_CAPABILITY)}, triton {', '.join(known)} or {newest};"
+        in hopper
+    )
     assert "; no softcap, no dropout |" in hopper
     assert f"| multiples of {rules.HOPPER_HEAD_DIM_STEP} up to {rules.HOPPER_MAX_HEAD_DIM} |" in hopper
     assert f"compute capability {_dotted(rules.LEAST_CAPABILITY)} or more |" in portable

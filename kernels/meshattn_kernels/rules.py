@@ -1,7 +1,7 @@
 """Which kernel serves what, and which one runs where none is named: pure functions of a request.
 
     CPU, and float64 on any device                                                   reference
-    CUDA, compute capability 9.0, bfloat16 and float16, triton 3.6 or 3.7,
+    CUDA, compute capability 9.0, bfloat16 and float16, triton 3.6, 3.7 or 3.9,
         head sizes that are multiples of 16 up to 128, no softcap, no dropout        hopper
     CUDA, any other compute capability from 8.0 on, type (float32 too), head size
         up to 256 and version of triton                                              triton
@@ -25,8 +25,8 @@ Capability = tuple[int, int]
 
 HOPPER_CAPABILITY = (9, 0)
 HOPPER_HEAD_DIM_STEP, HOPPER_MAX_HEAD_DIM = 16, 128
-HOPPER_OLDEST_TRITON, HOPPER_FIRST_UNKNOWN_TRITON = (3, 6), (3, 10)
-"""With 3.8 some variants spill kilobytes or have their products serialised, and 3.9 renames functions."""
+HOPPER_TRITONS = ((3, 6), (3, 7), (3, 9))
+"""Gluon is not stable: the versions whose code was looked at. With 3.8 some variants spill much."""
 LEAST_CAPABILITY = (8, 0)
 MAX_HEAD_DIM = 256
 FLASH_HEAD_DIM_STEP = 8
@@ -109,10 +109,10 @@ def hopper_refusal(request: Request) -> Refusal:
         return f"q is on {request.place}{interpreted}; kernel 'hopper' runs on compute capability 9.0 alone"
     if platform.triton is None:
         return "triton is not installed; kernel 'hopper' needs it"
-    if not HOPPER_OLDEST_TRITON <= platform.triton < HOPPER_FIRST_UNKNOWN_TRITON:
+    if platform.triton not in HOPPER_TRITONS:
+        known = ", ".join(map(_dotted, HOPPER_TRITONS))
         return (
-            f"triton is {_dotted(platform.triton)}; kernel 'hopper' needs {_dotted(HOPPER_OLDEST_TRITON)} or "
-            f"later and less than {_dotted(HOPPER_FIRST_UNKNOWN_TRITON)}"
+            f"triton is {_dotted(platform.triton)}; kernel 'hopper' is known to compile with one of {known}"
         )
     if request.dtype not in _HALF:
         return f"q is {request.dtype}; kernel 'hopper' takes bfloat16 and float16"

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 HALF = (torch.bfloat16, torch.float16)
 TYPES = (*HALF, torch.float32, torch.float64)
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
-TRITONS = (None, (3, 5), (3, 6), (3, 7), (3, 8), (4, 0))
+TRITONS = (None, (3, 5), (3, 6), (3, 7), (3, 8), (3, 9), (3, 10), (4, 0))
 HEAD_DIMS = (8, 16, 24, 48, 64, 72, 128, 136, 192, 256, 264)
 UNEQUAL = [(64, 128), (128, 64), (192, 128), (64, 72), (72, 64), (264, 64), (64, 264)]  # D, D_v
 PLATFORMS = [
@@ -51,7 +51,8 @@ def documented(request: Request) -> str | None:
         return "triton" if max(sizes) <= 256 else None
     if platform.device != "cuda" or platform.triton is None or platform.capability < (8, 0):  # type: ignore[operator]
         return None
-    hopper = platform.capability == (9, 0) and request.dtype in HALF and platform.triton in ((3, 6), (3, 7))
+    hopper = platform.capability == (9, 0) and request.dtype in HALF
+    hopper = hopper and platform.triton in ((3, 6), (3, 7), (3, 9))
     hopper = hopper and not request.softcap and not request.dropout
     if hopper and all(size % 16 == 0 and size <= 128 for size in sizes):
         return "hopper"

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from meshattn_kernels.rules import HOPPER_FIRST_UNKNOWN_TRITON, HOPPER_OLDEST_TRITON
+from meshattn_kernels.rules import HOPPER_TRITONS
 
 triton = pytest.importorskip("triton")
 version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-if not HOPPER_OLDEST_TRITON <= version < HOPPER_FIRST_UNKNOWN_TRITON:
+if version not in HOPPER_TRITONS:
     pytest.skip(f"not for triton {triton.__version__}", allow_module_level=True)
 
 
