@@ -311,6 +311,42 @@ def test_padding_of_nan_reaches_nothing(head_dim: int, form: str) -> None:
         assert (beyond == 0).all()
 
 
+@pytest.mark.parametrize("at", [150, 250])
+@pytest.mark.parametrize("where", ["q", "k"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_is_no_number_shows_in_all_rows_that_see_it(head_dim: int, where: str, at: int) -> None:
+    """Whichever of two blocks has the score; other rows have the bits that they have without. A row of such a
+    score must not look as if it saw no key."""
+    shape = Shape(B=2, S=333, H=4, H_kv=2, D=head_dim)
+    inputs = on_gpu(shape)
+    blocks: list[Block] = [
+        (slice(a, b), BandIntervals(a, UNBOUNDED, 333, b - a)) for a, b in ((0, 200), (200, 333))
+    ]
+    spoilt = inputs._replace(**{where: getattr(inputs, where).clone()})
+    getattr(spoilt, where)[:, at, :, 5] = NAN
+    row = torch.arange(333)
+    rows = row == at if where == "q" else row >= at
+    clean, actual = (Run(hopper(), 0.1)(given, blocks) for given in (inputs, spoilt))
+    for name, dim in (("out", 1), ("lse", 2), ("dq", 1)):
+        got, same = (getattr(results, name).cpu().movedim(dim, 0).flatten(1) for results in (actual, clean))
+        assert got[rows].isnan().all(), name
+        if (
+            name != "dq"
+        ):  # which gets 0 * NaN from keys of a tile that a row does not see, as it does elsewhere
+            assert torch.equal(got[~rows], same[~rows]), name
+
+
+def test_what_is_no_number_shows_in_pieces() -> None:
+    shape = Shape(B=1, S=1930, H=13, H_kv=13, D=64, S_k=1408)
+    inputs, visible = on_gpu(shape), full(shape)
+    assert plans.forward_plan(visible, hopper()._call(*inputs[:3], True)).num_parts  # type: ignore[attr-defined]
+    inputs.q[:, [7, 1900], :, 3] = NAN
+    actual = Run(hopper(), 0.1)(inputs, [(slice(None), visible)])
+    assert actual.out.isnan().any(-1).nonzero()[:, 1].unique().tolist() == [7, 1900]
+    assert actual.lse.isnan().nonzero()[:, 2].unique().tolist() == [7, 1900]
+    assert actual.out[:, [7, 1900]].isnan().all() and actual.lse[:, :, [7, 1900]].isnan().all()
+
+
 def test_a_block_without_pairs_writes_neutral_or_nothing() -> None:
     shape = Shape(B=1, S=70, H=2, H_kv=1, D=64, S_k=50)
     everything = full(shape)

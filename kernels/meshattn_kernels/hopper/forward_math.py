@@ -302,8 +302,9 @@ def consumer(
             out = out * gl.convert_layout(factor, O_ROW)[:, None]
             out += old_out * gl.convert_layout(old_factor, O_ROW)[:, None]
             row_max, row_sum = new_max, row_sum * factor + old_factor
-        weight = gl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)
-        lse = gl.where(row_sum > 0.0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
+        # 0 where no key is seen; NaN, where some number was none, is not 0 and must show.
+        weight = gl.where(row_sum != 0.0, 1.0 / row_sum, 0.0)
+        lse = gl.where(row_sum != 0.0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
         gl.store(lse_at, lse, mask=lse_mask)
         out = out * gl.convert_layout(weight, O_ROW)[:, None]
         gl.store(out_at, out.to(output.out.dtype.element_ty), mask=out_mask)

@@ -47,6 +47,6 @@ def join_parts_kernel(
         weight = tl.exp(tl.load(lse_parts + at) - greatest)
         total += weight
         out += weight[:, None] * tl.load(out_parts + at[:, None] * HEAD_DIM_V + column, mask=mask, other=0.0)
-    scale = tl.where(total > 0.0, 1.0 / total, 0.0)
-    tl.store(lse_at, tl.where(total > 0.0, greatest + tl.log(total), float("-inf")), mask=real)
+    scale = tl.where(total != 0.0, 1.0 / total, 0.0)  # NaN is not 0
+    tl.store(lse_at, tl.where(total != 0.0, greatest + tl.log(total), float("-inf")), mask=real)
     tl.store(out_at, (out * scale[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

@@ -27,7 +27,7 @@ def prepare_kernel(
     source = head.to(tl.int64) * chunk_rows + row
     real = (at < num_rows) & (row < n_q)
     lse = tl.load(lse_ptr + source, mask=real, other=float("-inf"))
-    seen = lse > float("-inf")
+    seen = lse != float("-inf")  # so that NaN goes on
     delta = tl.load(delta_ptr + source, mask=real & seen, other=0.0)
     tl.store(init_ptr + at, tl.where(seen, -lse / scale, float("-inf")), mask=at < num_rows)
     tl.store(init_ptr + num_rows + at, -delta, mask=at < num_rows)
