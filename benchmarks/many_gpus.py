@@ -176,10 +176,16 @@ def _compared(folder: Path, topologies: dict[str, Topology]) -> str:
 
 
 def report(
-    outcomes: Sequence[Outcome], ranks: int, scale: Scale, out: Path, *, predict: bool = False
+    outcomes: Sequence[Outcome],
+    ranks: int,
+    scale: Scale,
+    out: Path,
+    *,
+    commit: str | None = None,
+    predict: bool = False,
 ) -> Path:
     """How every step ended and what it said; the figures lie in the folders of the steps."""
-    machine = Machine.here()
+    machine = Machine.here(commit=commit)
     rows = [
         [x.step.name, x.ended, f"{x.seconds:.0f}", f"{x.step.limit:.0f}", f"{x.compiled}"] for x in outcomes
     ]
@@ -222,6 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, help="default: one a GPU")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="names of steps")
     parser.add_argument("--seconds", type=float, default=EIGHT_MINUTES, help="for all of it (default 480)")
+    parser.add_argument("--commit", help="name of the code, where it is no git checkout")
     parser.add_argument("--out", type=Path, default=REPORTS / "many-gpus", help="folder of the reports")
     options = parser.parse_args(arguments)
     gpus = len(find_gpus())
@@ -235,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: steps are {' '.join(names)}")
     end = time.monotonic() + options.seconds - _SPARE
-    chosen = steps(ranks, scale, options.out, options.only or ())
+    chosen = steps(ranks, scale, options.out, options.only or (), options.commit)
     outcomes = {step.name: Outcome(step) for step in limits(chosen, options.seconds - _SPARE)}
     for step in chosen:
         forget(options.out, step)
@@ -254,9 +261,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: {outcomes[name].ended}, {outcomes[name].seconds:.0f} s", flush=True)
             if outcomes[name].code == STOPPED:
                 break
-            report(list(outcomes.values()), ranks, scale, options.out)
+            report(list(outcomes.values()), ranks, scale, options.out, commit=options.commit)
     finally:
-        path = report(list(outcomes.values()), ranks, scale, options.out, predict=True)
+        path = report(list(outcomes.values()), ranks, scale, options.out, commit=options.commit, predict=True)
         print(f"written to {path}")
     return int(any(outcome.code for outcome in outcomes.values()))
 

@@ -42,6 +42,9 @@ class Block:
     dtype: str
     kernel: str | None
 
+    def __str__(self) -> str:
+        return f"{self.rows} rows, {self.heads} heads of {self.kv_heads}, size {self.head_dim}"
+
     def inputs(self, device: torch.device) -> tuple[Tensor, ...]:
         """q, k, v, do [1, rows, H, D]."""
 
@@ -161,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     processes = min(len(wanted), os.cpu_count() or 1)
     with ProcessPoolExecutor(processes, context) as pool:
         jobs = {
-            pool.submit(compile_passes, number, name, block, options.device): f"{name} of {block}"
+            pool.submit(compile_passes, number, name, block, options.device): f"{name}, {block}"
             for number, (name, block) in enumerate(wanted)
         }
         for job in as_completed(jobs):

@@ -142,9 +142,11 @@ class Step:
     alone: bool = False
 
 
-def steps(ranks: int, scale: Scale, out: Path, only: Collection[str] = ()) -> list[Step]:
+def steps(
+    ranks: int, scale: Scale, out: Path, only: Collection[str] = (), commit: str | None = None
+) -> list[Step]:
     """What is run, in order: less than eight minutes by all limits together. ``only`` some, by name; if none
-    are named all."""
+    are named all. ``commit`` is the name of the code for the reports, where it is no git checkout."""
     distributed, million = str(HERE / "distributed.py"), str(HERE / "million_tokens.py")
     self_test, train = str(HERE / "self_test.py"), str(TRAIN)
     moved, timed = f"--transport {scale.transports}", f"{scale.timed} --timeout 60"
@@ -191,7 +193,7 @@ def steps(ranks: int, scale: Scale, out: Path, only: Collection[str] = ()) -> li
     made = [
         Step(
             name,
-            (program, *options.split(), *kernel, *_written(program, out / name)),
+            (program, *options.split(), *kernel, *_written(program, out / name, commit)),
             real if scale.real else trial,
             scale.rate if name == "slow-links" else None,
         )
@@ -232,8 +234,10 @@ def squarest(ranks: int) -> Tile:
     return max((tile for tile in tiles(ranks) if tile.a <= tile.b), key=lambda tile: tile.a)
 
 
-def _written(program: str, folder: Path) -> list[str]:
-    """The option that says where a program writes."""
+def _written(program: str, folder: Path, commit: str | None) -> list[str]:
+    """The options that say where a program writes, and what code wrote it."""
     if program == "-m":
         return []
-    return ["--log-file", str(folder / "log.jsonl")] if program == str(TRAIN) else ["--out", str(folder)]
+    if program == str(TRAIN):
+        return ["--log-file", str(folder / "log.jsonl")]
+    return ["--out", str(folder), *(["--commit", commit] if commit else [])]

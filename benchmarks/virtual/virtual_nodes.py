@@ -94,7 +94,8 @@ class Cluster:
     def describe(self) -> str:
         rate = "unshaped" if self.rate is None else f"{self.rate / 1e6:g} MB/s each"
         gpus = f", {self.crowd} ranks a GPU" if self.gpus else ", on the CPU"
-        return f"virtual cluster: {self.ranks} ranks on {self.nodes} nodes, {rate}{gpus}"
+        nodes = f"{self.nodes} node{'' if self.nodes == 1 else 's'}"
+        return f"virtual cluster: {self.ranks} ranks on {nodes}, {rate}{gpus}"
 
     def environment(self, rank: int, *, isolated: bool, port: int = _PORT) -> dict[str, str]:
         """What tells a rank where it is: for torch.distributed, gloo, NCCL and CUDA.

@@ -38,7 +38,7 @@ of_scales = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_every_step_gives_its_program_options_that_it_takes(
     ranks: int, scale: many_steps.Scale, tmp_path: Path
 ) -> None:
-    steps = many_steps.steps(ranks, scale, tmp_path)
+    steps = many_steps.steps(ranks, scale, tmp_path, commit="abc")
     for step in steps:
         program, *given = step.program
         if step.alone:
@@ -63,7 +63,7 @@ def test_every_step_gives_its_program_options_that_it_takes(
         else:
             assert Path(program).is_file()
             parsed = module_of(Path(program)).parse(given)
-            assert parsed.out == str(tmp_path / step.name)
+            assert (parsed.out, parsed.commit) == (str(tmp_path / step.name), "abc")
         assert parsed.kernel == (scale.kernel or None)
 
 
@@ -136,8 +136,8 @@ def test_all_kernels_are_compiled_though_one_fails(capfd: pytest.CaptureFixture[
     options = "--device cpu --kernel reference --dtype float32 --full-block 17 3 3 8 --block 9 3 2 4"
     assert warm.main(options.split(" ")) == 1
     said = capfd.readouterr()
-    assert len(said.out.splitlines()) == len(warm.FULL) and "rows=17, heads=3" in said.out
-    assert said.err.count("rows=9") == len(warm.CAUSAL) and "rows=17" not in said.err
+    assert len(said.out.splitlines()) == len(warm.FULL) and "17 rows, 3 heads of 3, size 8" in said.out
+    assert said.err.count("9 rows, 3 heads of 2") == len(warm.CAUSAL) and "17 rows" not in said.err
 
 
 def test_real_ranks_are_torchruns_and_others_those_of_a_virtual_cluster() -> None:
@@ -181,9 +181,9 @@ def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
         (tmp_path / f"train-{kind}").mkdir()
         (tmp_path / f"train-{kind}" / "log.jsonl").write_text("\n".join(lines))
     (tmp_path / many_steps.TOPOLOGY).write_text("{}")  # a measurement that was cut short
-    path = many_gpus.report(outcomes, 2, SCALES["shared"], tmp_path, predict=True)
+    path = many_gpus.report(outcomes, 2, SCALES["shared"], tmp_path, commit="abc", predict=True)
     text = path.read_text()
-    assert "it works" in text and "cannot be told: ValueError" in text
+    assert "commit abc" in text and "it works" in text and "cannot be told: ValueError" in text
     assert "mesh: 20 tokens/s" in text and "2 first steps differ by 9.1e-02" in text
     ended = dict(re.findall(r"^\| (\w+) +\| ([\w ]+?) +\|", text, re.MULTILINE))
     assert ended["bad"] == "failed with code 3" and ended["left"] == "did not run"
