@@ -14,19 +14,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.experimental.gluon.language as gl
-from machine_code import disassembled, ptxas_for, wrong_addresses
+from machine_code import compiled_with_log, disassembled, wrong_addresses
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -263,8 +260,7 @@ def compile_variant(variant: Variant) -> Result:
     begun = time.perf_counter()
     source = GluonASTSource if function.is_gluon() else ASTSource
     code = source(fn=function, signature=signature, constexprs=variant.constants, attrs=aligned)
-    compiled = triton.compile(code, target=TARGET, options={"num_warps": variant.num_warps})
-    log = ptxas_log(compiled.asm["ptx"])
+    compiled, log = compiled_with_log(code, TARGET, {"num_warps": variant.num_warps})
     return Result(
         registers=int(re.findall(r"Used (\d+) registers", log)[-1]),
         spilled_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
@@ -273,15 +269,6 @@ def compile_variant(variant: Variant) -> Result:
         messages=[line for line in log.splitlines() if "(C75" in line],
         seconds=time.perf_counter() - begun,
     )
-
-
-def ptxas_log(ptx: str) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        command = [*ptxas_for(90), "-v", str(path), "-o", str(path.with_suffix(".cubin"))]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return done.stderr + done.stdout
 
 
 def main() -> int:

@@ -16,19 +16,16 @@ import argparse
 import itertools
 import multiprocessing
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from machine_code import disassembled, ptxas_for, wrong_addresses
+from machine_code import compiled_with_log, disassembled, wrong_addresses
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -221,12 +218,11 @@ def build(
     }
     begun = time.perf_counter()
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=multiples)
-    compiled = triton.compile(
+    compiled, log = compiled_with_log(
         source,
-        target=GPUTarget("cuda", target, 32),
-        options={"num_warps": warps, "launch_cooperative_grid": kernel is dash_kernel},
+        GPUTarget("cuda", target, 32),
+        {"num_warps": warps, "launch_cooperative_grid": kernel is dash_kernel},
     )
-    log = ptxas_log(compiled.asm["ptx"], target)
     return Result(
         registers=int(re.findall(r"Used (\d+) registers", log)[-1]),
         spilled_bytes=sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log)),
@@ -245,14 +241,6 @@ def compile_flat_kernels(target: int) -> None:
     build(row_terms_kernel, {}, {"SINGLE": False, "BLOCK": 128}, 4, target)
     build(row_words_kernel, {}, {"BLOCK": 512}, 4, target)
     build(clear_rows_kernel, {}, {"Q_TILE": 64, "PADDED_WIDTH": 1024}, 4, target)
-
-
-def ptxas_log(ptx: str, target: int) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.ptx")
-        path.write_text(ptx)
-        command = [*ptxas_for(target), "-v", path, "-o", "/dev/null"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def compile_and_judge(job: tuple[int, Variant]) -> tuple[str, list[str]]:

@@ -1,5 +1,5 @@
-"""Looks into the machine code of a compiled kernel for a mistake of ptxas that no test without a GPU would
-notice.
+"""Compiles a kernel, with what ptxas says of it, and looks into its machine code for a mistake of ptxas that
+no test without a GPU would notice.
 
 A 64-bit sum of uniform registers is two instructions: the low half leaves its carry in a predicate, the high
 half takes it. Where the addend has 32 bits, the high half has to take zero. ptxas 12.8 took the register of
@@ -9,25 +9,33 @@ sums lacked all rows but the first 16.
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import triton
 import triton.backends.nvidia
-from triton.backends.nvidia import compiler
+from triton import knobs
+from triton.backends.compiler import GPUTarget
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
 _LOW = re.compile(r"UIADD3 UR\d+, (UP\d), (UR\d+), \S+, URZ")
 _HIGH = re.compile(r"UIADD3\.X UR\d+, (UR\d+), \S+, URZ, (UP\d), !UPT")
 
 
-def ptxas_for(target: int) -> list[str]:
-    """The command by which triton assembles for sm_``target``, as far as it matters for registers."""
-    arch = compiler.sm_arch_from_capability(target)
-    level = ["--regAllocOptLevel=2"] if "--regAllocOptLevel=2" in inspect.getsource(compiler) else []
-    return [str(compiler.get_ptxas(target).path), f"-arch={arch}", *level]
+def compiled_with_log(source: Any, target: GPUTarget, options: dict[str, Any]) -> tuple[Any, str]:
+    """The kernel and the log of ptxas, from the one compilation that a launch would do: a second one by hand
+    would take as long again, and have other options. A kernel from the cache would come without."""
+    log = io.StringIO()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=target, options=options)
+    return compiled, log.getvalue()
 
 
 def disassembled(cubin: bytes) -> str:
