@@ -184,7 +184,10 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=3)
     chosen = parser.parse_args()
     began = time.perf_counter()
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    try:
+        chosen.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {chosen.out}: {error.strerror}")
     # One kind of device for all runs: their losses are to be compared.
     on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= RANKS
     # The fast kernels of a GPU work in 16 bits; on the CPU float32 shows how little the runs differ.

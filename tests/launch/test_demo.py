@@ -108,6 +108,16 @@ def test_pictures_are_drawn_or_left_out_with_a_word(
     assert not (tmp_path / "other.png").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path / "file" / "folder")])
+    with pytest.raises(SystemExit) as ended:
+        demo.main()
+    assert ended.value.code == 2 and "file/folder: Not a directory" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_small_demo_from_start_to_end(tmp_path: Path) -> None:
     sizes = ["--steps", "3", "--seq-len", "131", "--batch-size", "1"]
