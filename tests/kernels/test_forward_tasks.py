@@ -63,13 +63,20 @@ def test_the_last_tasks_of_a_full_mask_end_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "head_dim", "kv_heads", "in_flight"),
-    [(8192, 128, 8, 4), (16384, 128, 8, 2), (16384, 128, 2, 4), (16384, 64, 8, 4), (70000, 128, 8, 2)],
+    ("rows", "head_dim", "kv_heads", "full", "causal"),
+    [
+        (8192, 128, 8, 4, 4),
+        (16384, 128, 8, 2, 4),
+        (16384, 128, 2, 4, 4),
+        (16384, 64, 8, 4, 4),
+        (32768, 128, 8, 2, 2),
+        (70000, 128, 8, 2, 2),
+    ],
 )
-def test_heads_in_flight_are_few_where_their_keys_fill_the_cache(
-    rows: int, head_dim: int, kv_heads: int, in_flight: int
+def test_heads_in_flight_are_few_where_the_keys_they_see_fill_the_cache(
+    rows: int, head_dim: int, kv_heads: int, full: int, causal: int
 ) -> None:
     call = plans.Call(0, 1, 1, 8, kv_heads, rows, rows, head_dim, head_dim, True, None)
-    for lo, wanted in ((-UNBOUNDED, in_flight), (0, 4)):  # a full mask, and a causal one
+    for lo, wanted in ((-UNBOUNDED, full), (0, causal)):
         _, tasks, _ = plans.forward_tasks(BandIntervals(lo, UNBOUNDED, rows, rows), call, 128)
         assert [task[1] for task in tasks[: wanted + 1]] == [*range(wanted), 0]
