@@ -80,16 +80,16 @@ def _rate(result: Result, name: str, step: str) -> float:
 def table_of(result: Result) -> str:
     """A heading and one line a contender."""
     head = ["contender", "forward ms", "backward ms", "TFLOP/s fwd", "bwd", "both", "of one GPU"]
-    head += ["exposed us fwd", "bwd", "% of fwd", "of bwd", "host ms", "MiB sent fwd", "bwd", "buffers MiB"]
-    head += ["peak MiB", "of formula"]
+    head += ["exposed us fwd", "bwd", "% of fwd", "of bwd", "of both", "host ms", "MiB sent fwd", "bwd"]
+    head += ["buffers MiB", "peak MiB", "of formula"]
     rows = []
     for name, turns in result.turns.items():
         base = _base(name, result.turns)
-        exposed = ["", "", "", ""]
+        exposed = [""] * 5
         if base is not None:
-            lost = [Timing.of(beyond(result.turns, name, base, p)) for p in DIRECTIONS]
-            took = [statistics.median(column(result.turns[base], p)) for p in DIRECTIONS]
-            exposed = [f"{x.median * 1e3:.0f} ({x.low * 1e3:.0f}..{x.high * 1e3:.0f})" for x in lost]
+            lost = [Timing.of(beyond(result.turns, name, base, p)) for p in PASSES]
+            took = [statistics.median(column(result.turns[base], p)) for p in PASSES]
+            exposed = [f"{x.median * 1e3:.0f} ({x.low * 1e3:.0f}..{x.high * 1e3:.0f})" for x in lost[:2]]
             exposed += [f"{x.median / spent:.1%}" for x, spent in zip(lost, took, strict=True)]
         share = ""
         if limit := _alone(name, result.turns):

@@ -4,8 +4,9 @@ Each turn runs pairs of a forward and a backward pass one behind the other, as t
 run ahead of the GPU. PyTorch hands a backward pass to a thread of its own, in a model once for all layers;
 here, where every layer is a pass, it would come twice for each pair, so it stays in the thread that calls it.
 The first third of a turn only settles the clock of the GPU. The time of a rank is the
-mean over the rest, that of the turn the slowest rank's. What is compared is compared within a round, where
-the turns lie milliseconds apart: clocks drift by a tenth within seconds.
+mean over the rest, that of the turn the slowest rank's: of the forward passes, of the backward passes, and of
+both together, since a rank that is late in one may have waited less in the other. What is compared is
+compared within a round, where the turns lie milliseconds apart: clocks drift by a tenth within seconds.
 """
 
 from __future__ import annotations
@@ -32,11 +33,8 @@ class Turn:
 
     forward: float
     backward: float
+    both: float
     host: float
-
-    @property
-    def both(self) -> float:
-        return self.forward + self.backward
 
 
 def in_turns(
@@ -76,7 +74,7 @@ def _turn(contender: Contender, device: torch.device, pairs: int) -> Turn:
     settling = pairs // 3
     times = _gpu_times if device.type == "cuda" else _cpu_times
     forward, backward, host = times(contender, settling, pairs)
-    slowest = torch.tensor([forward, backward, host])
+    slowest = torch.tensor([forward, backward, forward + backward, host])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return Turn(*slowest.tolist())
 
