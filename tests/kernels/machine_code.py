@@ -1,10 +1,14 @@
-"""Compiles a kernel, with what ptxas says of it, and looks into its machine code for a mistake of ptxas that
+"""Compiles a kernel, with what ptxas says of it, and looks into its machine code for mistakes of ptxas that
 no test without a GPU would notice.
 
 A 64-bit sum of uniform registers is two instructions: the low half leaves its carry in a predicate, the high
 half takes it. Where the addend has 32 bits, the high half has to take zero. ptxas 12.8 took the register of
 the low half once more in some products of sm_90, whose second operand then lay elsewhere in shared memory:
 sums lacked all rows but the first 16.
+
+The address of such an operand has constants in its high half, which are added to zero. In loops of kernels
+whose tiles lie in shared memory in two patterns, ptxas 12.8 added them in place to registers that it set only
+at the end of the loop: the first round read elsewhere, or beyond all shared memory.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
 _LOW = re.compile(r"UIADD3 UR\d+, (UP\d), (UR\d+), \S+, URZ")
 _HIGH = re.compile(r"UIADD3\.X UR\d+, (UR\d+), \S+, URZ, (UP\d), !UPT")
+_IN_PLACE = re.compile(r"UIADD3\.X (UR\d+), \1, (-?0x[0-9a-f]+), URZ, UP\d, !UPT")
 
 
 def compiled_with_log(source: Any, target: GPUTarget, options: dict[str, Any]) -> tuple[Any, str]:
@@ -49,12 +54,15 @@ def disassembled(cubin: bytes) -> str:
 
 def wrong_addresses(code: str) -> list[str]:
     """Pairs of instructions that add one register to both halves of a number, though nothing has written it
-    between them."""
+    between them; and those that add constants of an address in place to what nothing has written in the same
+    round."""
     found = []
     low: dict[str, tuple[str, str]] = {}  # by carry: the register that was added, the instruction
+    written: set[str] = set()
     for line in code.splitlines():
         if line.startswith(".L"):
             low.clear()
+            written.clear()
         instruction = _INSTRUCTION.search(line)
         if not instruction:
             continue
@@ -62,6 +70,10 @@ def wrong_addresses(code: str) -> list[str]:
         high = _HIGH.fullmatch(text)
         if high and low.get(high.group(2), ("", ""))[0] == high.group(1):
             found.append(f"{low[high.group(2)][1]}; {text}")
+        in_place = _IN_PLACE.fullmatch(text)
+        if in_place and abs(int(in_place.group(2), 16)) > 2**29 and in_place.group(1) not in written:
+            found.append(text)
+        written |= _written(text)
         low = {carry: pair for carry, pair in low.items() if pair[0] not in _written(text)}
         start = _LOW.fullmatch(text)
         if start:

@@ -67,6 +67,17 @@ def test_an_address_with_its_low_half_twice_is_found(
         assert bool(wrong_addresses(code)) == (low_half_twice and register == "UR5")
 
 
+@pytest.mark.parametrize("first", ["UMOV UR15, URZ", "UIADD3.64 UR14, UR14, 0x80, URZ", "UMOV UR13, URZ"])
+def test_an_address_added_to_before_it_is_set_is_found(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    from machine_code import wrong_addresses
+
+    lines = first, "UIADD3 UR14, UP0, UR14, 0x40, URZ", "UIADD3.X UR15, UR15, -0x7fffffe0, URZ, UP0, !UPT"
+    code = [f"        /*{16 * n:04x}*/                   {line} ;" for n, line in enumerate(lines)]
+    assert bool(wrong_addresses("\n".join(code))) == ("UR13" in first)
+    assert wrong_addresses("\n".join([code[0], ".L_x_1:", *code[1:]]))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"sm_{target}")

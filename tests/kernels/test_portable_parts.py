@@ -5,6 +5,7 @@ Where they run: see test_portable.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -18,7 +19,7 @@ import triton.language as tl  # noqa: E402
 
 from meshattn_kernels import BandIntervals, Intervals  # noqa: E402
 from meshattn_kernels.portable.kernel import group_parts  # noqa: E402
-from meshattn_kernels.portable.launch import INTERPRETED, padded, tiling  # noqa: E402
+from meshattn_kernels.portable.launch import INTERPRETED, padded_dims, tiling  # noqa: E402
 from meshattn_kernels.portable.scores import tanh  # noqa: E402
 from meshattn_kernels.portable.tiles import TERM_ROWS, count_at_most, sees_all, tile_keys, tile_rows  # noqa: E402
 from portable_runs import DEVICE, visible_pairs  # noqa: E402
@@ -95,13 +96,21 @@ def test_two_loop_backward_splits_a_group_when_programs_are_few() -> None:
     assert all(8 % group_parts(8, tasks) == 0 for tasks in range(1, 200))
 
 
+def test_tiles_are_as_wide_as_heads_and_lie_in_shared_memory_in_one_pattern() -> None:
+    """A row of 128 bytes or more has one, and each shorter row its own."""
+    for dim, dim_v in itertools.product(range(1, 257), repeat=2):
+        widths = padded_dims(dim, dim_v)
+        for width, least in zip(widths, (dim, dim_v), strict=True):
+            assert width >= max(least, 16) and width & (width - 1) == 0
+        assert min(widths) >= 64 or widths[0] == widths[1]
+
+
 def test_tilings_exist_for_all_sizes_types_and_gpus() -> None:
     for which in ("forward", "dkdv", "dq", "dash"):
         for capability in (None, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
             for dtype in (torch.float16, torch.bfloat16, torch.float32):
-                for dim in range(1, 257):
-                    width = padded(dim)
-                    assert width >= max(dim, 16) and width & (width - 1) == 0
+                for dim, dim_v in itertools.product((1, 16, 17, 33, 64, 65, 128, 129, 256), repeat=2):
+                    widths = padded_dims(dim, dim_v)
                     for dropout in (False, True):
-                        tiles = tiling(which, (width, 16), dtype, capability, dropout)
+                        tiles = tiling(which, widths, dtype, capability, dropout)
                         assert min(tiles.q_tile, tiles.kv_tile) >= 16 and TERM_ROWS.value % tiles.q_tile == 0

@@ -174,8 +174,8 @@ def tiling(
 
 def tiles_for(which: Pass, q: Tensor, v: Tensor, dropout: bool) -> Tiling:
     """Tile sizes for a call."""
-    padded_dims = padded(q.shape[-1]), padded(v.shape[-1])
-    return tiling(which, padded_dims, q.dtype, capability_of(q.device), dropout)
+    widths = padded_dims(q.shape[-1], v.shape[-1])
+    return tiling(which, widths, q.dtype, capability_of(q.device), dropout)
 
 
 def strides(*tensors: Tensor) -> list[int]:
@@ -195,8 +195,7 @@ def constants(tiles: Tiling, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> tu
         *(x.stride(1) for x in (q, k, v, *do)),
         head_dim,
         head_dim_v,
-        padded(head_dim),
-        padded(head_dim_v),
+        *padded_dims(head_dim, head_dim_v),
         tiles.q_tile,
         tiles.kv_tile,
         tiles.stages,
@@ -204,9 +203,15 @@ def constants(tiles: Tiling, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> tu
     )
 
 
-def padded(dim: int) -> int:
-    """Width of a tile for a head size: the next power of two, at least the 16 of a tensor-core product."""
-    return max(16, 1 << (dim - 1).bit_length())
+def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Widths of the tiles of q, k and of v: powers of two, at least the 16 of a tensor-core product.
+
+    Both are 64 at least, or the same, so that all tiles lie in shared memory in one pattern: of kernels with
+    two, ptxas 12.8 has made some for sm_90 that read an address of a product before it is set.
+    """
+    width, width_v = (max(16, 1 << (dim - 1).bit_length()) for dim in (head_dim, head_dim_v))
+    least = min(64, max(width, width_v))
+    return max(width, least), max(width_v, least)
 
 
 @cache
