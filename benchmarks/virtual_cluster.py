@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import math
 import os
 import random
 import resource
@@ -83,6 +84,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; options of the program stand behind --")
+    if options.rate is not None and not math.isfinite(options.rate):
+        parser.error(f"--rate is {options.rate:g}; it must be a number of MB/s")
     if not options.timeout > 0:
         parser.error(f"--timeout is {options.timeout:g}; it must be positive")
     options.program = options.program or [str(HERE / "distributed.py"), "--no-bare"]

@@ -109,6 +109,7 @@ def test_clusters_that_cannot_be_are_refused(ranks: int, nodes: int, rate: int |
         ("--ranks 2 launch/train.py --steps 2", "--steps 2; options of the program stand behind --"),
         ("--timeout -1", "--timeout is -1; it must be positive"),
         ("--timeout nan", "--timeout is nan"),
+        ("--rate inf", "--rate is inf; it must be a number of MB/s"),
         ("--no-network --rate 4", "--no-network has one node and no --rate"),
     ],
     ids=lambda given: given.split()[0],
