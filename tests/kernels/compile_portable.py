@@ -159,8 +159,8 @@ def all_variants() -> Iterator[Variant]:
 
 
 def compile_variant(variant: Variant, target: int, tiles: launch.Tiling | None = None) -> Result:
-    pad, pad_v = launch.padded_dims(variant.head_dim, variant.head_dim_v)
     capability = divmod(target, 10)
+    pad, pad_v = launch.padded_dims(variant.head_dim, variant.head_dim_v, capability)
     tiles = tiles or launch.tiling(variant.which, (pad, pad_v), variant.dtype, capability, variant.dropout)
     odd = 0 if variant.aligned else 3
     constants = {

@@ -96,13 +96,14 @@ def test_two_loop_backward_splits_a_group_when_programs_are_few() -> None:
     assert all(8 % group_parts(8, tasks) == 0 for tasks in range(1, 200))
 
 
-def test_tiles_are_as_wide_as_heads_and_lie_in_shared_memory_in_one_pattern() -> None:
-    """A row of 128 bytes or more has one, and each shorter row its own."""
-    for dim, dim_v in itertools.product(range(1, 257), repeat=2):
-        widths = padded_dims(dim, dim_v)
+@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0), (12, 0)])
+def test_tiles_hold_a_head_and_lie_on_hopper_in_one_pattern(capability: tuple[int, int] | None) -> None:
+    """Rows of 128 bytes or more lie in one pattern of shared memory, and each shorter row in its own."""
+    for dim, dim_v in itertools.product((*range(1, 67), 128, 129, 256), repeat=2):
+        widths = padded_dims(dim, dim_v, capability)
         for width, least in zip(widths, (dim, dim_v), strict=True):
             assert width >= max(least, 16) and width & (width - 1) == 0
-        assert min(widths) >= 64 or widths[0] == widths[1]
+        assert min(widths) >= 64 or widths[0] == widths[1] or capability != (9, 0)
 
 
 def test_tilings_exist_for_all_sizes_types_and_gpus() -> None:
@@ -110,7 +111,7 @@ def test_tilings_exist_for_all_sizes_types_and_gpus() -> None:
         for capability in (None, (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
             for dtype in (torch.float16, torch.bfloat16, torch.float32):
                 for dim, dim_v in itertools.product((1, 16, 17, 33, 64, 65, 128, 129, 256), repeat=2):
-                    widths = padded_dims(dim, dim_v)
+                    widths = padded_dims(dim, dim_v, capability)
                     for dropout in (False, True):
                         tiles = tiling(which, widths, dtype, capability, dropout)
                         assert min(tiles.q_tile, tiles.kv_tile) >= 16 and TERM_ROWS.value % tiles.q_tile == 0

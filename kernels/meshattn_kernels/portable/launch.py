@@ -151,15 +151,15 @@ _INTERPRETER: dict[Pass, Tiling] = {
 
 def tiling(
     which: Pass,
-    padded_dims: tuple[int, int],
+    widths: tuple[int, int],
     dtype: torch.dtype,
     capability: Capability | None,
     dropout: bool = False,
 ) -> Tiling:
-    """Tile sizes for the padded head sizes of a call; ``capability`` None is the interpreter."""
+    """Tile sizes for the ``padded_dims`` of a call; ``capability`` None is the interpreter."""
     if capability is None:
         return _INTERPRETER[which]
-    bucket = max(64, *padded_dims)
+    bucket = max(64, *widths)
     if dtype == torch.float32:
         tiles = _SINGLE[which][bucket]
         return _SINGLE_FROM_SM100.get((which, bucket), tiles) if capability >= (10, 0) else tiles
@@ -169,13 +169,14 @@ def tiling(
     if dropout:
         tiles = _DROPOUT.get((which, family, bucket), tiles)
     # Where k is held and a tile is narrow, ptxas 12.8 takes a wrong half of its address: dk lacked rows.
-    return tiles if min(padded_dims) >= 64 else replace(tiles, held=False)
+    return tiles if min(widths) >= 64 else replace(tiles, held=False)
 
 
 def tiles_for(which: Pass, q: Tensor, v: Tensor, dropout: bool) -> Tiling:
     """Tile sizes for a call."""
-    widths = padded_dims(q.shape[-1], v.shape[-1])
-    return tiling(which, widths, q.dtype, capability_of(q.device), dropout)
+    capability = capability_of(q.device)
+    widths = padded_dims(q.shape[-1], v.shape[-1], capability)
+    return tiling(which, widths, q.dtype, capability, dropout)
 
 
 def strides(*tensors: Tensor) -> list[int]:
@@ -195,7 +196,7 @@ def constants(tiles: Tiling, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> tu
         *(x.stride(1) for x in (q, k, v, *do)),
         head_dim,
         head_dim_v,
-        *padded_dims(head_dim, head_dim_v),
+        *padded_dims(head_dim, head_dim_v, capability_of(q.device)),
         tiles.q_tile,
         tiles.kv_tile,
         tiles.stages,
@@ -203,15 +204,17 @@ def constants(tiles: Tiling, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> tu
     )
 
 
-def padded_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+def padded_dims(head_dim: int, head_dim_v: int, capability: Capability | None) -> tuple[int, int]:
     """Widths of the tiles of q, k and of v: powers of two, at least the 16 of a tensor-core product.
 
-    Both are 64 at least, or the same, so that all tiles lie in shared memory in one pattern: of kernels with
-    two, ptxas 12.8 has made some for sm_90 that read an address of a product before it is set.
+    On Hopper both are 64 at least, or the same, so that all tiles lie in shared memory in one pattern: of
+    kernels with two, ptxas 12.8 has made some that read an address of a product before it is set.
     """
     width, width_v = (max(16, 1 << (dim - 1).bit_length()) for dim in (head_dim, head_dim_v))
-    least = min(64, max(width, width_v))
-    return max(width, least), max(width_v, least)
+    if capability is not None and capability[0] == 9:
+        least = min(64, max(width, width_v))
+        width, width_v = max(width, least), max(width_v, least)
+    return width, width_v
 
 
 @cache
