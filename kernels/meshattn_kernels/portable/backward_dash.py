@@ -145,8 +145,8 @@ def dash_kernel(
                 dq = begin_turn(head_counters_ptr + query_tile, turn, dq)
                 # Predicates, no branch: triton 3.6 cannot compile one that uses an asynchronous product.
                 if FIRST_DQ:
-                    tl.store(dq_ptrs, dq, mask=dq_mask & (turn == 0))
-                    tl.atomic_add(dq_ptrs, dq, mask=dq_mask & (turn > 0), sem="relaxed")
+                    tl.store(dq_ptrs, dq, mask=tl.where(turn == 0, dq_mask, False))
+                    tl.atomic_add(dq_ptrs, dq, mask=tl.where(turn > 0, dq_mask, False), sem="relaxed")
                 else:
                     tl.atomic_add(dq_ptrs, dq, mask=dq_mask, sem="relaxed")
                 end_turn(head_counters_ptr + query_tile, turn)
