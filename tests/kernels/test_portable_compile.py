@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-knobs = pytest.importorskip("triton.knobs")
+compiler = pytest.importorskip("triton.backends.nvidia.compiler")
 TARGETS = (80, 86, 89, 90, 100, 120)
 
 
 def has_ptxas(target: int) -> bool:
     try:
-        return Path((knobs.nvidia.ptxas_blackwell if target >= 100 else knobs.nvidia.ptxas).path).exists()
+        return Path(compiler.get_ptxas(target).path).exists()
     except RuntimeError:
         return False
 
