@@ -108,7 +108,7 @@ def max_spilled_bytes(target: int, variant: Variant) -> int:
     too: some releases spill a little, and tiles that never do reach 75 percent of the speed.
     """
     if not variant.aligned:
-        return 1024  # every element has an address of its own, in a call that is slow anyway
+        return 1536  # every element has an address of its own, in a call that is slow anyway
     size = max(variant.head_dim, variant.head_dim_v)
     large = size > 128 and variant.dtype != torch.float32
     if target == 90 and 64 < size <= 128 and variant.which == "dkdv" and not variant.dropout:
