@@ -63,10 +63,12 @@ def bound(compiled: Any, device: int, grid: int, args: Sequence[Any], constants:
 
 def _direct_launcher(compiled: Any) -> Any:
     """What launches a compiled kernel, a C function. Triton keeps it behind a wrapper that encodes all
-    descriptors on every launch; None where it cannot be found."""
+    descriptors on every launch; None where it cannot be found, or takes more than we give it."""
     try:
         run = compiled.run
         if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+            return None
+        if not hasattr(run, "launch_pdl"):  # AMD's, with arguments in another order
             return None
         launch = run.launch
         if isinstance(launch, FunctionType):

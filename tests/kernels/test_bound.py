@@ -115,5 +115,26 @@ def test_a_kept_launch_sends_what_an_ordinary_one_sends(driver: _Driver, descrip
     assert kept[-1][-1] == 16 and len(kept[-1]) == 3 + 5 * descriptors
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("global_scratch_size", 8), ("profile_scratch_size", 8), ("gsan_enabled", True), ("launch_pdl", None)],
+    ids=str,
+)
+def test_what_needs_more_than_a_kept_launch_has_is_left_to_triton(
+    driver: _Driver, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    compiled, tensor = _Compiled(0), torch.zeros(5, 64)
+    if value is None:
+        delattr(compiled.run, name)
+    else:
+        setattr(compiled.run, name, value)
+    given: list[tuple[object, ...]] = []
+    monkeypatch.setattr(
+        _Compiled, "__getitem__", lambda self, grid: lambda *args: given.append((grid, *args))
+    )
+    bound(compiled, 1, 6, (tensor, 9), (16,))()
+    assert given == [((6, 1, 1), tensor.data_ptr(), 9, 16)] and not driver.sent
+
+
 def _plain(value: Any) -> object:
     return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
