@@ -7,6 +7,7 @@ from itertools import pairwise, product
 import pytest
 
 from meshattn_kernels.dash import TURN_SHIFT, ScheduleTable, TileRanges, build_table, choose_schedule
+from meshattn_kernels.dash.choice import heads_in_flight
 from meshattn_kernels.dash.gantt import main
 from meshattn_kernels.dash.model import MEASURED, Costs, simulate
 
@@ -158,3 +159,14 @@ def test_a_picture_is_written(tmp_path: object) -> None:
     assert main(["--schedule", "shift", "--mask", "full", "--kv-tiles", "4", "--output", path]) == 0
     with open(path, "rb") as file:
         assert file.read(4) == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "full", "causal"),
+    [(128, 4096, 8, 8), (128, 16384, 2, 8), (128, 32768, 1, 4), (64, 4096, 16, 32), (64, 65536, 1, 8)],
+)
+def test_heads_in_flight_are_few_where_their_rows_fill_the_cache_and_walks_are_long(
+    head_dim: int, rows: int, full: int, causal: int
+) -> None:
+    assert heads_in_flight(head_dim, rows, uniform=True) == full
+    assert heads_in_flight(head_dim, rows, uniform=False) == causal
