@@ -99,7 +99,8 @@ class Result:
 
 def max_spilled_bytes(target: int, variant: Variant) -> int:
     """64; 128 with dropout, whose random numbers take registers, which more warps or smaller tiles would have
-    but for half the speed; and exceptions for head sizes above 64 in 16 bits on sm_90.
+    but for half the speed, and for a narrow head beside a wider one, whose tiles are widened and masked (see
+    ``launch.padded_dims``); and exceptions for head sizes above 64 in 16 bits on sm_90.
 
     Up to 128, dk, dv and the keys that are held fill the registers. What is spilled serves the loop of tiles
     that need a mask, which are few: 20 percent faster than tiles that leave registers free. Above 128, before
@@ -117,7 +118,8 @@ def max_spilled_bytes(target: int, variant: Variant) -> int:
         return 448
     if target == 90 and large and variant.which == "dkdv":
         return 128
-    return 128 if variant.dropout else MAX_SPILLED_BYTES
+    widened = target == 90 and min(variant.head_dim, variant.head_dim_v) <= 32 < size
+    return 128 if variant.dropout or widened else MAX_SPILLED_BYTES
 
 
 def covering_set(target: int) -> Iterator[Variant]:
