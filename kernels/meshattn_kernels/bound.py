@@ -14,6 +14,9 @@ import triton
 from torch import Tensor
 
 MAX_KEPT = 1024
+FUSED = {"enable_fp_fusion": True}
+"""An option of compilation: products and sums in one instruction. Bits and speed rest on it, and triton 3.9
+says that 3.10 will no longer do it by itself."""
 Launch = Callable[[], None]
 T = TypeVar("T")
 

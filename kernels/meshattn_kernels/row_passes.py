@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshattn_kernels.bound import Kept, Launch, bound
+from meshattn_kernels.bound import FUSED, Kept, Launch, bound
 from meshattn_kernels.portable.launch import INTERPRETED, on_device
 
 _TILE = 4096  # elements of a program's tile
@@ -115,7 +115,7 @@ def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...], sizes: 
                 kernel[(programs,)](*tensors, *sizes, **constants)
                 return
             args = (*tensors, *sizes)
-            compiled = kernel.warmup(*args, **constants, grid=(programs,))
+            compiled = kernel.warmup(*args, **constants, **FUSED, grid=(programs,))
             launch = _launches.put(
                 key, bound(compiled, device.index, programs, args, tuple(constants.values()))
             )

@@ -26,6 +26,8 @@ import triton.backends.nvidia
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
+from meshattn_kernels.bound import FUSED
+
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
 _LOW = re.compile(r"UIADD3 UR\d+, (UP\d), (UR\d+), \S+, URZ")
 _HIGH = re.compile(r"UIADD3\.X UR\d+, (UR\d+), \S+, URZ, (UP\d), !UPT")
@@ -39,7 +41,7 @@ def compiled_with_log(source: Any, target: GPUTarget, options: dict[str, Any]) -
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=target, options=options)
+        compiled = triton.compile(source, target=target, options=options | FUSED)
     return compiled, log.getvalue()
 
 

@@ -147,3 +147,13 @@ def test_what_needs_more_than_a_kept_launch_has_is_left_to_triton(
 
 def _plain(value: Any) -> object:
     return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
+
+
+def test_products_and_sums_are_one_instruction_with_every_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshattn_kernels.hopper import launch
+
+    told: list[dict[str, object]] = []
+    kernel = SimpleNamespace(warmup=lambda *args, **options: told.append(options))
+    monkeypatch.setattr(launch, "bound", lambda *args: None)
+    launch.Kernel(kernel, num_warps=4).bind(0, 3, (), {})
+    assert told[0]["enable_fp_fusion"] is True

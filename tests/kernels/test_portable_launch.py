@@ -17,12 +17,19 @@ class _StandIn:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[object, ...]]] = []
 
-    def warmup(self, *args: object, grid: object, num_warps: int) -> dict[object, object]:
+    def warmup(
+        self, *args: object, grid: object, num_warps: int, enable_fp_fusion: bool = False
+    ) -> dict[object, object]:
+        assert enable_fp_fusion, "bits rest on it"
         self.calls.append(("compile", args))
         return {grid: lambda *args: self.calls.append(("direct", args))}
 
     def __getitem__(self, grid: object):
-        return lambda *args, num_warps: self.calls.append(("ordinary", args))
+        def launch(*args: object, num_warps: int, enable_fp_fusion: bool = False) -> None:
+            assert enable_fp_fusion, "bits rest on it"
+            self.calls.append(("ordinary", args))
+
+        return launch
 
 
 def test_a_launch_goes_straight_to_its_variant_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import triton.experimental.gluon.language as gl
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from meshattn_kernels.bound import Launch, bound
+from meshattn_kernels.bound import FUSED, Launch, bound
 
 _GLUON_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -76,7 +76,7 @@ class Kernel:
 
     def __init__(self, function: Any, *, num_warps: int, cooperative: bool = False) -> None:
         self._function = function
-        self._options = {"num_warps": num_warps, "launch_cooperative_grid": cooperative}
+        self._options = {"num_warps": num_warps, "launch_cooperative_grid": cooperative, **FUSED}
         self._variants: dict[tuple[Any, ...], Any] = {}
 
     def bind(

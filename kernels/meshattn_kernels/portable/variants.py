@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from meshattn_kernels.bound import FUSED
 from meshattn_kernels.portable.launch import INTERPRETED
 
 _MAX_INT = 2**31 - 1
@@ -24,7 +25,7 @@ class Launcher:
 
     def __init__(self, function: Any, *, cooperative: bool = False) -> None:
         self._function = function
-        self._options = {"launch_cooperative_grid": True} if cooperative else {}
+        self._options = FUSED | ({"launch_cooperative_grid": True} if cooperative else {})
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
