@@ -214,8 +214,8 @@ def _check_call(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> None:
     choose_kernel("hopper", q.device, q.dtype, q.shape[-1], v.shape[-1])
     if not softmax_scale > 0:
         raise ValueError(
-            f"softmax_scale is {softmax_scale}; kernel 'hopper' takes positive ones. Choose kernel='triton' "
-            "or kernel='reference'"
+            f"softmax_scale is {softmax_scale}; kernel 'hopper' takes positive ones. Negate q, or choose "
+            "kernel='reference'"
         )
     assert q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
     assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[-1] == k.shape[-1]
