@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from meshattn.agreement import RankMismatchError
     from meshattn.attention import kernel_for, mesh_attention, ring_attention
     from meshattn.documents import cu_seqlens_from_end_tokens, cu_seqlens_from_position_ids
-    from meshattn.mesh import AttentionMesh, init_attention_mesh
+    from meshattn.mesh import AttentionMesh
+    from meshattn.mesh_building import init_attention_mesh
     from meshattn.plan.placement import rank_order
     from meshattn.replicated import replicated
     from meshattn.sequence import ShardedSequence
@@ -42,7 +43,7 @@ _HOME = {
     "TransportError": "meshattn.transport.base",
     "cu_seqlens_from_end_tokens": "meshattn.documents",
     "cu_seqlens_from_position_ids": "meshattn.documents",
-    "init_attention_mesh": "meshattn.mesh",
+    "init_attention_mesh": "meshattn.mesh_building",
     "kernel_for": "meshattn.attention",
     "mesh_attention": "meshattn.attention",
     "rank_order": "meshattn.plan.placement",

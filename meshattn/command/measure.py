@@ -29,7 +29,8 @@ from meshattn import __version__
 from meshattn.command.blocks import Block, BlockSize, workspace_of
 from meshattn.command.clock import Clock
 from meshattn.command.progress import Progress
-from meshattn.mesh import AttentionMesh, init_attention_mesh
+from meshattn.mesh import AttentionMesh
+from meshattn.mesh_building import init_attention_mesh
 from meshattn.plan.kernel_times import MOST_WORK, BlockPass, BlockTime, KernelTimes, Origin
 from meshattn.plan.prediction import size_of
 from meshattn.plan.topology import Link, Topology
