@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from meshattn_kernels.contract import AttentionKernel
 from meshattn_kernels.reference import ReferenceKernel
@@ -107,3 +108,16 @@ def choose_kernel(
     """
     platform = Platform.of(device)
     return choose(name, Request(platform, dtype, head_dim, head_dim_v, plain_mask, softcap, dropout))
+
+
+def check_call(kernel: str, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> None:
+    """Raise ValueError for what our kernels in Triton do not serve: device, type, head size, sign of the
+    scale."""
+    choose_kernel(kernel, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    if not softmax_scale > 0:
+        raise ValueError(
+            f"softmax_scale is {softmax_scale}; kernel {kernel!r} takes positive ones. Negate q, or choose "
+            "kernel='reference'"
+        )
+    assert q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+    assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[-1] == k.shape[-1]

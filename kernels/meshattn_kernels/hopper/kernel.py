@@ -27,7 +27,7 @@ from meshattn_kernels.contract import (
     written_finished,
 )
 from meshattn_kernels.device import multiprocessors, on_device
-from meshattn_kernels.dispatch import choose_kernel
+from meshattn_kernels.dispatch import check_call
 from meshattn_kernels.hopper.bind import bind_backward, bind_forward, finished_dkv, finished_dq
 from meshattn_kernels.hopper.launch import tma_ready
 from meshattn_kernels.hopper.plans import (
@@ -114,7 +114,7 @@ class HopperKernel:
         )  # fmt: skip
         known = _forwards.get(key)
         if known is None:  # what follows is settled by the key: it need not be looked at again
-            _check_call(q, k, v, softmax_scale)
+            check_call(self.name, q, k, v, softmax_scale)
             ready = tuple(map(tma_ready, (q, k, v)))
             if any(x is not y for x, y in zip(ready, (q, k, v), strict=True)):
                 again = partial(self.forward, acc=acc, intervals=intervals)
@@ -161,7 +161,7 @@ class HopperKernel:
         )  # fmt: skip
         known = _backwards.get(key)
         if known is None:
-            _check_call(q, k, v, softmax_scale)
+            check_call(self.name, q, k, v, softmax_scale)
             given = q, k, v, do, lse, delta
             ready = *map(tma_ready, given[:4]), lse.contiguous(), delta.contiguous()
             if any(x is not y for x, y in zip(ready, given, strict=True)):
@@ -207,18 +207,6 @@ class HopperKernel:
 
 def _identity_of(intervals: Intervals) -> Any:
     return intervals if isinstance(intervals, BandIntervals) else number_of(intervals)
-
-
-def _check_call(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> None:
-    """Raises ValueError for a device, type, head size or scale that these kernels do not serve."""
-    choose_kernel("hopper", q.device, q.dtype, q.shape[-1], v.shape[-1])
-    if not softmax_scale > 0:
-        raise ValueError(
-            f"softmax_scale is {softmax_scale}; kernel 'hopper' takes positive ones. Negate q, or choose "
-            "kernel='reference'"
-        )
-    assert q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
-    assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[-1] == k.shape[-1]
 
 
 def _check_accumulators(acc: Mapping[str, Tensor], result_dtype: torch.dtype) -> None:

@@ -24,6 +24,7 @@ from meshattn_kernels.contract import (
     written_finished,
 )
 from meshattn_kernels.dash import ScheduleTable, build_table, choose_schedule
+from meshattn_kernels.dispatch import check_call
 from meshattn_kernels.dropout import Dropout
 from meshattn_kernels.intervals import BandIntervals, Intervals
 from meshattn_kernels.keeping import keep
@@ -35,7 +36,6 @@ from meshattn_kernels.portable.launch import (
     INTERPRETED,
     RowBounds,
     Tiling,
-    check_call,
     constants,
     num_workers,
     on_device,

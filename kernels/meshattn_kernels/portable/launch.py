@@ -19,7 +19,6 @@ import triton
 from torch import Tensor
 
 from meshattn_kernels import device as gpu
-from meshattn_kernels.dispatch import choose_kernel
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
 from meshattn_kernels.keeping import keep
 from meshattn_kernels.rules import MAX_HEAD_DIM, Capability
@@ -231,18 +230,6 @@ def num_workers(device: torch.device) -> int:
 def capability_of(device: torch.device) -> Capability | None:
     """Compute capability of a GPU, None where kernels are interpreted."""
     return None if INTERPRETED else _device_capability(device.index)
-
-
-def check_call(kernel: str, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> None:
-    """Raise ValueError for what these kernels do not serve: device, type, head size, sign of the scale."""
-    choose_kernel(kernel, q.device, q.dtype, q.shape[-1], v.shape[-1])
-    if not softmax_scale > 0:
-        raise ValueError(
-            f"softmax_scale is {softmax_scale}; kernel {kernel!r} takes positive ones. Negate q, or choose "
-            "kernel='reference'"
-        )
-    assert q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
-    assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[-1] == k.shape[-1]
 
 
 def readable(x: Tensor) -> Tensor:
