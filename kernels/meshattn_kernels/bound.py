@@ -6,6 +6,7 @@ An ordinary Triton launch inspects and specialises every argument, and encodes e
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from inspect import signature
 from types import FunctionType
 from typing import Any, Generic, TypeVar
@@ -75,9 +76,8 @@ def _direct_launcher(compiled: Any) -> Any:
             return None
         launch = run.launch
         if isinstance(launch, FunctionType):
-            launch = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))[
-                "launcher"
-            ].cell_contents
+            cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
+            launch = cells["launcher"].cell_contents
         return None if isinstance(launch, FunctionType) else launch
     except (AttributeError, KeyError):
         return None
@@ -104,13 +104,15 @@ def _flattened(compiled: Any, args: Sequence[Any]) -> list[Any]:
         elif isinstance(arg, (int, float)):
             flat.append(arg)
         else:
-            flat += _encoded(arg, next(metadata))
+            flat += _descriptor_encoder()(arg, next(metadata))
     return flat
 
 
-def _encoded(descriptor: Any, metadata: Any) -> list[Any]:
+@cache
+def _descriptor_encoder() -> Callable[[Any, Any], list[Any]]:
+    """A function of a descriptor and its metadata."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     # From triton 3.8 on it is told of the launch, too, of which it needs nothing.
     told = (None,) * (len(signature(make_tensordesc_arg).parameters) - 2)
-    return list(make_tensordesc_arg(descriptor, metadata, *told))
+    return lambda descriptor, metadata: make_tensordesc_arg(descriptor, metadata, *told)
