@@ -31,6 +31,8 @@ LEAST_GAIN = 0.01
 
 CACHE_BYTES = 40_000_000
 """What the heads in flight should hold in the L2 cache: q, do (2 bytes an element) and dq (4 bytes)."""
+SLACK_ROWS = 16384
+"""With more rows, fewer heads are slack enough."""
 
 
 @lru_cache(maxsize=1024)
@@ -98,11 +100,12 @@ def heads_in_flight(head_dim: int, rows: int, *, uniform: bool) -> int:
 
     Measured under a full mask of 16k rows: 2 heads of size 128 are 2 to 3 % faster than 8, 4 of size 64 are
     4 % faster than 16. Under a causal mask 16 of size 128 are 2 % slower than 8; 32 of size 64 are faster
-    than 16, by 2 % at 16k rows and 4 % at 4k. A power of two, so that the last heads are seldom few: 8 of
-    64 are 3 % faster than 9.
+    than 16, by 2 % at 16k rows and 4 % at 4k. At 32k rows 4 of size 128 are as fast as 8, and 2 % faster
+    beside transfers. A power of two, so that the last heads are seldom few: 8 of 64 are 3 % faster than 9.
     """
     fit = CACHE_BYTES // max(1, 8 * head_dim * rows)
-    slack = 0 if uniform else (1024 if head_dim > 64 else 2048) // head_dim * 16384 // max(16384, rows)
+    slack = 0 if uniform else (1024 if head_dim > 64 else 2048) // head_dim
+    slack = slack * SLACK_ROWS // max(SLACK_ROWS, rows)
     return 1 << (max(1, fit, slack).bit_length() - 1)
 
 
