@@ -14,13 +14,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from across_ranks.rank_check import check, oracle
+from across_ranks.rank_check import Wrong, check, oracle
 from across_ranks.rank_contenders import (
     Captured,
     Case,
@@ -30,22 +32,29 @@ from across_ranks.rank_contenders import (
     alone,
     ours_by_transport,
 )
-from across_ranks.rank_cuts import DIRECTIONS, chosen_cuts, formula_bytes
+from across_ranks.rank_cuts import DIRECTIONS, chosen_cuts, formula_bytes, name_of
 from across_ranks.rank_memory import memory_of
 from across_ranks.rank_report import Result, table_of, write_report
 from across_ranks.rank_start import join, start_ranks
-from across_ranks.rank_turns import in_turns
+from across_ranks.rank_turns import Turn, in_turns
 from harness import REPORTS
+from meshattn.plan.placement import Cut
 from meshattn.plan.topology import load_topology
 
+BEGAN = time.monotonic()
 
-def main(arguments: list[str] | None = None) -> None:
+
+def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if "RANK" not in os.environ:
         start_ranks(options.ranks)
     device = join(options.timeout)
     kernel = options.kernel
-    results = []
+    results: list[Result] = []
+
+    def keep(*unfinished: Result) -> Path:
+        return write_report([*results, *unfinished], Path(options.out), options.commit)
+
     for seq_len in options.seq_len:
         case = Case(
             seq_len=seq_len,
@@ -58,13 +67,14 @@ def main(arguments: list[str] | None = None) -> None:
             layout=options.layout,
             kernel=kernel,
         )
-        results.append(_measure(case, options, device))
+        results.append(_measure(case, options, device, keep))
         if dist.get_rank() == 0:
             print(table_of(results[-1]), flush=True)
-            # After every length: a longer one may be stopped.
-            print(f"written to {write_report(results, Path(options.out), options.commit)}", flush=True)
+            print(f"written to {keep()}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    # Torch's may be missing; ours must not.
+    return int(any(not name.startswith("torch") for found in results for name in found.absent))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -127,7 +137,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> Result:
+def _measure(
+    case: Case, options: argparse.Namespace, device: torch.device, keep: Callable[[Result], Path]
+) -> Result:
+    """``keep`` gets on rank 0 what there is behind every round: one that takes long may be stopped."""
     ranks = dist.get_world_size()
     shape = case.shape(-(-case.seq_len // ranks))
     topology = load_topology(options.topology) if options.topology else None
@@ -136,18 +149,7 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
         raise ValueError("--head-groups: no cut has a head axis; give --head-axis, or WxAxB in --tile")
     if options.graph is not None and device.type != "cuda":
         raise ValueError("--graph captures CUDA graphs, and these ranks run on the CPU")
-    kinds = [*([] if options.no_bare else ["skipped"]), *options.transport]
-    grouped = [f"{kind}/{groups}" for kind in options.transport for groups in options.head_groups]
-    ours = {
-        (cut, kind): ours_by_transport(case, cut, kind, device, options.timeout)()
-        for cut in chosen
-        for kind in (*kinds, *(grouped if cut.heads > 1 else ()))
-    }
-    exact = oracle(case, device)
-    for (_, kind), contender in ours.items():
-        if kind != "skipped":
-            check(contender.mesh, case, device, exact)
-            _say(f"{contender.name} agrees with the oracle")
+    ours, absent = _made(case, chosen, options, device)
     contenders: list[Contender] = list(ours.values())
     flop = {contender.name: {p: x / ranks for p, x in case.flop().items()} for contender in contenders}
     single = alone(case, device, options.timeout) if options.one_gpu else None
@@ -161,7 +163,6 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
                 continue
             contenders.append(Captured(contender))
             flop[contenders[-1].name] = flop[contender.name]
-    absent = {}
     for backend in options.torch:
         peer = TorchContextParallel(backend, case, device)
         why = _trial(peer)
@@ -170,7 +171,15 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
         else:
             contenders.append(peer)
             flop[peer.name] = {p: x / ranks for p, x in case.flop().items()}
-    turns = in_turns(contenders, device, rounds=options.rounds, turn_ms=options.turn_ms, told=_say)
+    found = Result(case, {}, {}, {}, {}, flop, absent)
+
+    def after_round(turns: dict[str, list[Turn]]) -> None:
+        if dist.get_rank() == 0:
+            keep(replace(found, turns=turns))
+
+    turns = in_turns(
+        contenders, device, rounds=options.rounds, turn_ms=options.turn_ms, told=_say, after=after_round
+    )
     sent, formula, memory = {}, {}, {}
     for (cut, kind), contender in ours.items():
         if kind == "skipped":
@@ -188,12 +197,35 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> R
         captured.close()
     for contender in [*ours.values(), *([] if single is None else [single])]:
         contender.mesh.close()
-    return Result(case, turns, sent, formula, memory, flop, absent)
+    return replace(found, turns=turns, sent=sent, formula=formula, memory=memory)
+
+
+def _made(
+    case: Case, chosen: Sequence[Cut], options: argparse.Namespace, device: torch.device
+) -> tuple[dict[tuple[Cut, str], Ours], dict[str, str]]:
+    """By cut and transport those that are right on a short sequence; by name why others are not timed."""
+    kinds = [*([] if options.no_bare else ["skipped"]), *options.transport]
+    grouped = [f"{kind}/{groups}" for kind in options.transport for groups in options.head_groups]
+    exact = oracle(case, device)
+    made, absent = {}, {}
+    wanted = [(cut, kind) for cut in chosen for kind in (*kinds, *(grouped if cut.heads > 1 else ()))]
+    for cut, kind in wanted:
+        name = f"{name_of(cut)} {kind}"
+        try:
+            contender = ours_by_transport(case, cut, kind, device, options.timeout)()
+            if kind != "skipped":
+                check(contender.mesh, case, device, exact)
+                _say(f"{name} agrees with the oracle")
+            made[cut, kind] = contender
+        except (ValueError, Wrong) as error:  # on all ranks alike; it costs the others nothing
+            absent[name] = str(error)
+            _say(f"{name} cannot be timed: {error}")
+    return made, absent
 
 
 def _say(text: str) -> None:
     if dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - BEGAN:5.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 def _trial(contender: Contender) -> str:
@@ -210,4 +242,4 @@ def _trial(contender: Contender) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

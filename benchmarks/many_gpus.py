@@ -2,12 +2,12 @@
 
     python benchmarks/many_gpus.py --ranks 8
 
-Kernels compiled ahead, self-test, links and kernels, tables, slowed links, a million tokens, training: each
-in processes of its own with a limit of its own, so that one that fails or hangs costs nothing but its
-figures. Time that a step leaves goes to the next. The report is written behind every one of them, and says
-how they ended, or that they did not run. With fewer GPUs than ranks the ranks share them, without any they
-run on the CPU (see virtual_cluster.py), and the sizes are small: that tries the script, and its times mean
-nothing.
+Kernels compiled ahead, self-test, tables, a million tokens, training, slowed links, links and kernels for
+predictions: each in processes of its own with a limit of its own, so that one that fails or hangs costs
+nothing but its figures. Time that a step leaves goes to the next. The report is written behind every one of
+them, and says how they ended, or that they did not run. With fewer GPUs than ranks the ranks share them,
+without any they run on the CPU (see virtual_cluster.py), and the sizes are small: that tries the script, and
+its times mean nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from across_ranks.many_steps import HERE, SOCKETS, TOPOLOGY, Scale, Step, scale_of, steps
+from across_ranks.many_steps import HERE, PRESET, SOCKETS, TOPOLOGY, Scale, Step, scale_of, steps
 from grounding import Comparison, topologies_of
 from harness import REPORTS, Machine, Record, table, write
 from meshattn.plan.topology import Topology, load_topology
@@ -102,8 +103,10 @@ def run(step: Step, ranks: int, scale: Scale, out: Path) -> Outcome:
 
 def forget(out: Path, step: Step) -> None:
     """What an earlier run wrote for a step, which is not to be taken for what this one does."""
-    for path in (path for end in ("txt", "jsonl", "md") for path in (out / step.name).glob(f"*.{end}")):
-        path.unlink()
+    files = [path for end in ("txt", "jsonl", "md") for path in (out / step.name).glob(f"*.{end}")]
+    files += [out / name for name in (TOPOLOGY, SOCKETS) if str(out / name) in step.program]
+    for path in files:
+        path.unlink(missing_ok=True)
 
 
 def _log(out: Path, step: Step) -> Path:
@@ -153,11 +156,13 @@ def training(out: Path, records: list[Record]) -> str:
 
 
 def predictions(out: Path, scale: Scale) -> str:
-    """What the emulator says of the tables, on the topologies that were measured beside them. Passes over
-    NCCL are left out where only the links of another transport were."""
-    if not (out / TOPOLOGY).exists():
+    """What the emulator says of the tables, on the topologies that were measured beside them, or that of the
+    preset on GPUs like its. Passes over NCCL are left out where only the links of another transport are
+    known."""
+    measured = (out / TOPOLOGY).exists()
+    if not measured and not scale.real:
         return ""
-    here = load_topology(out / TOPOLOGY)
+    here = load_topology(out / TOPOLOGY if measured else PRESET)
     nccl = load_topology(out / SOCKETS) if (out / SOCKETS).exists() else here
     link = nccl.inside if nccl.between is None else nccl.between
     fast = topologies_of(here, link)
@@ -166,6 +171,8 @@ def predictions(out: Path, scale: Scale) -> str:
     slow = topologies_of(here, replace(link, gb_per_s=scale.rate / 1e3))
     by_step = {"tables": fast, "slow-links": slow, "million": fast}
     parts = [_compared(out / name, topologies) for name, topologies in by_step.items()]
+    if not measured and any(parts):
+        parts.insert(0, f"Links and kernels were not measured; these are those of the preset {PRESET}.")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -207,10 +214,22 @@ def report(
             continue
         records.append(Record("many-gpus", name, "seconds", outcome.seconds))
         records.append(Record("many-gpus", name, "kernels compiled", outcome.compiled))
-        said = _or_why(lambda step=outcome.step: _log(out, step).read_text(errors="replace"))
-        tail = "\n".join(said.strip().splitlines()[-_LINES:])
-        parts.append(f"## {name}\n\n`{' '.join(outcome.step.program[1:])}`\n\n{tail}")
+        said = _or_why(lambda outcome=outcome: _said(outcome, out))
+        parts.append(f"## {name}\n\n`{' '.join(outcome.step.program[1:])}`\n\n{said}")
     return write(f"many-gpus-{ranks}{scale.name}", [(machine, records)], "\n\n".join([*parts, ""]), out)
+
+
+def _said(outcome: Outcome, out: Path) -> str:
+    """The report of a step, as far as it has come, without its title; the last that it said where it has none
+    or did not end well."""
+    parts = []
+    for path in sorted((out / outcome.step.name).glob("*.md")):
+        _, _, body = path.read_text().partition("\n")
+        parts.append(re.sub("^#", "##", body.strip(), flags=re.MULTILINE))
+    if outcome.code or not parts:
+        lines = _log(out, outcome.step).read_text(errors="replace").strip().splitlines()
+        parts.append("\n".join(lines[-_LINES:]))
+    return "\n\n".join(parts)
 
 
 def _or_why(make: Callable[[], str]) -> str:

@@ -4,12 +4,13 @@ with fewer: equal to the oracle, and the same bits again.
     torchrun --nproc-per-node 8 benchmarks/self_test.py --transport symmetric p2p
 
 Of more than four ranks, each four in a row make meshes of their own too, all at once. Ends with code 1 if
-anything differs; a rank that waits in vain ends it after --timeout seconds.
+anything differs or a transport cannot serve; a rank that waits in vain ends it after --timeout seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -51,9 +52,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     device = join(options.timeout)
-    rows = list(_rows(options, device))
+    rows: list[Row] = []
+    report = ""
+    for of_a_mesh in _rows(options, device):
+        rows += of_a_mesh
+        if dist.get_rank() == 0:  # after each: what takes long may be stopped
+            report = _report(rows, options)
     if dist.get_rank() == 0:
-        _report(rows, options)
+        print(report)
     dist.barrier()
     dist.destroy_process_group()
     return 0 if all(good for *_, good in rows) else 1
@@ -63,8 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
 Row = tuple[str, float, str, bool]
 
 
-def _rows(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """One a case. Meshes cost more than what runs on them, so each serves both numbers of heads."""
+def _rows(options: argparse.Namespace, device: torch.device) -> Iterator[list[Row]]:
+    """Those of one mesh after the other, which cost more than what runs on them: each serves both numbers of
+    heads."""
     cases = {
         name: Case(
             seq_len=0,
@@ -84,9 +91,15 @@ def _rows(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         for cut in cuts(len(group), cases["GQA"].shape(1)):
             earlier: dict[str, tuple[Tensor, ...]] = {}
             for transport in options.transport:
-                mesh = ma.init_attention_mesh(
-                    group, tile=cut.tile, heads=cut.heads, transport=transport, timeout=options.timeout
-                )
+                on = f"P{len(group)}-{name_of(cut)}-{transport}"
+                try:
+                    mesh = ma.init_attention_mesh(
+                        group, tile=cut.tile, heads=cut.heads, transport=transport, timeout=options.timeout
+                    )
+                except ValueError as error:  # on all ranks alike; it costs the others nothing
+                    yield [_of_all_ranks((on, math.nan, str(error), False))]
+                    continue
+                rows = []
                 for name, case in cases.items():
                     found, again = on_short(mesh, case, device), on_short(mesh, case, device)
                     same = all(map(torch.equal, found, again))
@@ -97,9 +110,10 @@ def _rows(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
                     earlier.setdefault(name, found)
                     worst = max(errors(found, exact[name]).values())
                     good = same and worst <= CHECKED_ERROR[case.dtype]
-                    label = f"P{len(group)}-{name_of(cut)}-{transport}-{name}"
-                    yield _of_all_ranks((label, worst, compared if same else "DIFFERENT BITS", good))
+                    compared = compared if same else "DIFFERENT BITS"
+                    rows.append(_of_all_ranks((f"{on}-{name}", worst, compared, good)))
                 mesh.close()
+                yield rows
 
 
 def _groups() -> list[list[int]]:
@@ -122,7 +136,8 @@ def _of_all_ranks(row: Row) -> Row:
     return worst
 
 
-def _report(rows: list[Row], options: argparse.Namespace) -> None:
+def _report(rows: list[Row], options: argparse.Namespace) -> str:
+    """Writes it; its text."""
     machine, ranks = Machine.here(commit=options.commit), dist.get_world_size()
     head = ["case", "error against float64", "same bits as", ""]
     cells = [[case, f"{error:.1e}", bits, "good" if good else "WRONG"] for case, error, bits, good in rows]
@@ -137,9 +152,8 @@ def _report(rows: list[Row], options: argparse.Namespace) -> None:
     )
     records = [Record("self-test", case, "error", error, "float64 oracle") for case, error, *_ in rows]
     records.append(Record("self-test", f"P{ranks}", "wrong cases", bad))
-    print(text)
-    path = write(f"self-test-{ranks}-ranks", [(machine, records)], f"{text}\n", Path(options.out))
-    print(f"written to {path}")
+    write(f"self-test-{ranks}-ranks", [(machine, records)], f"{text}\n", Path(options.out))
+    return text
 
 
 if __name__ == "__main__":

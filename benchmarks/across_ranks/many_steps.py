@@ -19,6 +19,7 @@ TRAIN = HERE.parent / "launch" / "train.py"
 Block = tuple[int, int, int, int]
 """Rows, query heads, key/value heads and head size."""
 TOPOLOGY, SOCKETS = "topology.json", "nccl.json"  # of "auto" and of "p2p"
+PRESET = "dgx-h200"
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,17 @@ def scale_of(ranks: int, gpus: int) -> Scale:
     """That of so many ranks on so many GPUs."""
     short = -(-CHECKED_LENGTH // ranks)
     if gpus >= ranks:
+        # Two would take longer for the lengths of more than all steps have.
+        lengths, million = ((32768, 131072), 2**20) if ranks > 2 else ((32768, 65536), 2**18)
         return Scale(
             name="",
             device="cuda",
             model="--heads 32 --kv-heads 8 --head-dim 128 --dtype bfloat16",
-            lengths="32768 131072",
-            million=2**20,
+            lengths=" ".join(map(str, lengths)),
+            million=million,
             slow="--seq-len 16384 --heads 16 --head-dim 64 --dtype bfloat16",
             rate=1000,
-            train=f"--layers 22 --dim 2048 --heads 16 --kv-heads 4 --seq-len {32_768 * ranks} "
+            train=f"--layers 10 --dim 3072 --heads 24 --kv-heads 8 --seq-len {32_768 * ranks} "
             "--dtype bfloat16",
             blocks="--heads 32 16 8 --kv-heads 8 4 2 --rows 4k 16k 32k --head-dim 128",
             transports="symmetric p2p",
@@ -71,10 +74,10 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             warmed={
                 "self-test": [(short, 32, 8, 128), (short, 32, 32, 128)],
                 "calibrate": [(32768, 32, 8, 128)],
-                "tables": [(short, 32, 8, 128), *((rows // ranks, 32, 8, 128) for rows in (32768, 131072))],
+                "tables": [(short, 32, 8, 128), *((length // ranks, 32, 8, 128) for length in lengths)],
                 "slow-links": [(short, 16, 16, 64), (16384 // ranks, 16, 16, 64)],
-                "million": [(131072 // ranks, 32, 8, 128)],
-                "train-mesh": [(32768, 16, 4, 128)],
+                "million": [(lengths[-1] // ranks, 32, 8, 128)],
+                "train-mesh": [(32768, 24, 8, 128)],
             },
         )
     if gpus:
@@ -166,11 +169,10 @@ def steps(
     # The most wanted first: the report is written behind every run, and the last ones may be cut off.
     runs = [(cut, kind) for kind in (best, *others) for cut in long[:2]] + [(cut, best) for cut in long[2:]]
     long_runs = f"--cut {' '.join(cut for cut, _ in runs)} --transport {' '.join(kind for _, kind in runs)}"
-    # By name: program, options, and limits in seconds on GPUs of their own and in a trial.
+    # By name: program, options, and limits in seconds on GPUs of their own and in a trial. The most wanted
+    # first: a machine may be taken away before all are done.
     found = [
         ("self-test", self_test, f"{moved} {tested}", 55, 60),
-        ("calibrate", "-m", f"meshattn calibrate --out {mine} {scale.blocks}", 28, 40),
-        ("calibrate-nccl", "-m", f"meshattn calibrate --out {nccl} {scale.blocks} --transport p2p", 28, 40),
         (
             "tables",
             distributed,
@@ -178,7 +180,6 @@ def steps(
             100,
             60,
         ),
-        ("slow-links", distributed, f"{scale.slow} --no-bare --rounds 2", 40, 40),
         (
             "million",
             million,
@@ -188,6 +189,9 @@ def steps(
         ),
         ("train-mesh", train, f"--attention mesh {trained} --steps 10", 70, 40),
         ("train-ring", train, f"--attention ring {trained} --steps 4", 40, 40),
+        ("slow-links", distributed, f"{scale.slow} --no-bare --rounds 2", 40, 40),
+        ("calibrate", "-m", f"meshattn calibrate --out {mine} {scale.blocks}", 28, 40),
+        ("calibrate-nccl", "-m", f"meshattn calibrate --out {nccl} {scale.blocks} --transport p2p", 28, 40),
     ]
     kernel = ["--kernel", scale.kernel] if scale.kernel else []
     made = [
@@ -225,7 +229,7 @@ def long_cuts(ranks: int) -> list[str]:
         batch=1, rows=2**20 // ranks, heads=32, kv_heads=8, head_dim=128, head_dim_v=128, itemsize=2,
         reduce_itemsize=4, acc_itemsize=4, causal=True,
     )  # fmt: skip
-    best = choose(ranks, shape, heads=None, topology=load_topology("dgx-h200"))
+    best = choose(ranks, shape, heads=None, topology=load_topology(PRESET))
     return list(dict.fromkeys(map(name_of, (Cut(1, Tile(1, ranks)), best, Cut(1, squarest(ranks))))))
 
 

@@ -17,6 +17,10 @@ CHECKED_ERROR = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 NAMES = ("out", "dq", "dk", "dv")
 
 
+class Wrong(RuntimeError):
+    """Results are not those of the oracle, on all ranks alike."""
+
+
 def on_short(mesh: ma.AttentionMesh, case: Case, device: torch.device) -> tuple[Tensor, ...]:
     """out, dq, dk, dv [B, S, H, D] of the case on a short odd length. Collective."""
     return Ours("checked", mesh, replace(case, seq_len=CHECKED_LENGTH), device).whole()
@@ -39,9 +43,7 @@ def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, float]
 
 
 def check(mesh: ma.AttentionMesh, case: Case, device: torch.device, exact: Sequence[Tensor]) -> None:
-    """Raise unless out and all gradients agree with those of the oracle. Collective."""
+    """`Wrong` unless out and all gradients agree with those of the oracle. Collective."""
     for name, error in errors(on_short(mesh, case, device), exact).items():
         if not error <= CHECKED_ERROR[case.dtype]:
-            raise RuntimeError(
-                f"{mesh.describe()}: {name} differs from the oracle by {error:.2e}; nothing was timed"
-            )
+            raise Wrong(f"{mesh.describe()}: {name} differs from the oracle by {error:.2e}")

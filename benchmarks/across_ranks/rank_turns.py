@@ -44,9 +44,11 @@ def in_turns(
     rounds: int,
     turn_ms: float,
     told: Callable[[str], None] = lambda _: None,
+    after: Callable[[dict[str, list[Turn]]], None] = lambda _: None,
 ) -> dict[str, list[Turn]]:
     """The turns of every contender, by name, one a round; each round begins with another one, and every
-    second one goes backwards, so that nobody always comes after the same. ``told`` hears of each. Collective.
+    second one goes backwards, so that nobody always comes after the same. ``told`` hears of each turn,
+    ``after`` gets what there is behind each round. Collective.
     """
     turns: dict[str, list[Turn]] = {contender.name: [] for contender in contenders}
     pairs: dict[str, int] = {}
@@ -67,6 +69,8 @@ def in_turns(
                     spent = _turn(contender, device, pairs[contender.name])
                     turns[contender.name].append(spent)
                     told(f"round {number}: {contender.name} {spent.forward:.3f} and {spent.backward:.3f} ms")
+        if number:
+            after(turns)
     return turns
 
 

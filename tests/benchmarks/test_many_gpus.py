@@ -180,11 +180,13 @@ def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
         lines = [json.dumps({"loss": loss, "tokens": 10, "seconds": 0.5}) for loss in losses]
         (tmp_path / f"train-{kind}").mkdir()
         (tmp_path / f"train-{kind}" / "log.jsonl").write_text("\n".join(lines))
+    (tmp_path / "slow" / "found.md").write_text("# Title\n\n## Half of it\n")
     (tmp_path / many_steps.TOPOLOGY).write_text("{}")  # a measurement that was cut short
     path = many_gpus.report(outcomes, 2, SCALES["shared"], tmp_path, commit="abc", predict=True)
     text = path.read_text()
     assert "commit abc" in text and "it works" in text and "cannot be told: ValueError" in text
     assert "mesh: 20 tokens/s" in text and "2 first steps differ by 9.1e-02" in text
+    assert "\n### Half of it\n\nbegan\n" in text, "its own report, and the last that it said"
     ended = dict(re.findall(r"^\| (\w+) +\| ([\w ]+?) +\|", text, re.MULTILINE))
     assert ended["bad"] == "failed with code 3" and ended["left"] == "did not run"
     records = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
@@ -193,7 +195,6 @@ def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
 
 
 def test_passes_over_nccl_are_predicted_from_links_that_were_measured(tmp_path: Path) -> None:
-    (tmp_path / many_steps.TOPOLOGY).write_text(load_topology("dgx-h200").text())
     (tmp_path / "tables").mkdir()
     case = "B1-S8192-H32-H_kv8-D128-bfloat16-causal-striped-P4-2x2"
     lines = [
@@ -202,10 +203,36 @@ def test_passes_over_nccl_are_predicted_from_links_that_were_measured(tmp_path: 
     ]
     (tmp_path / "tables" / "x.jsonl").write_text("\n".join(lines))
     text = many_gpus.predictions(tmp_path, SCALES["real"])
-    assert "-symmetric forward" in text and "-p2p forward" not in text
+    assert "preset" in text and "-symmetric forward" in text and "-p2p forward" not in text
+    assert not many_gpus.predictions(tmp_path, SCALES["shared"]), "no preset knows shared GPUs"
+    (tmp_path / many_steps.TOPOLOGY).write_text(load_topology("dgx-h200").text())
+    text = many_gpus.predictions(tmp_path, SCALES["real"])
+    assert "preset" not in text and "-symmetric forward" in text and "-p2p forward" not in text
     assert "-p2p forward" in many_gpus.predictions(tmp_path, SCALES["cpu"]), "where nothing else was measured"
     (tmp_path / many_steps.SOCKETS).write_text(load_topology("a3-high").text())
     assert "-p2p forward" in many_gpus.predictions(tmp_path, SCALES["real"])
+
+
+PROGRAMS = {
+    "self_test.py": "--dtype float32 --heads 2 --kv-heads 1 --head-dim 8 --transport symmetric p2p",
+    "distributed.py": "--seq-len 64 --head-dim 8 --rounds 1 --tile 2x1 --transport symmetric p2p",
+    "million_tokens.py": "--seq-len 2048 --heads 2 --kv-heads 1 --head-dim 8 --dtype float32 --keys 8 "
+    "--last 8 --cut 1x2 1x2 --transport symmetric p2p",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_transport_that_cannot_serve_costs_the_others_nothing(program: str, tmp_path: Path) -> None:
+    options = [*PROGRAMS[program].split(), "--kernel", "reference", "--out", str(tmp_path)]
+    cluster = [str(BENCHMARKS / "virtual_cluster.py"), "--ranks", "2", "--device", "cpu", "--no-network"]
+    command = [sys.executable, *cluster, "--", str(BENCHMARKS / program), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert (
+        "transport='symmetric' cannot serve this mesh: rank 0 had no CUDA device" in done.stdout + done.stderr
+    )
+    (records,) = tmp_path.glob("*.jsonl")
+    assert "p2p" in records.read_text()
 
 
 def test_what_a_step_starts_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
