@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +23,11 @@ from meshattn.transport.watch import Watch, end_process
 
 _TELLING = 0.2  # seconds until NCCL's kernels know of the abort
 _HEAD_START = 20_000  # clock cycles, about 10 us: more than twice what NCCL's kernel lags behind
+_SUSPICIOUS = 5.0  # seconds for the end of a communicator
+_HELD_UP = (
+    "meshattn: destroy_process_group() waits for the end of CUDA graphs that captured calls on a mesh: "
+    "delete them, or call their reset(), and close the mesh before it"
+)
 
 
 class NcclGroup:
@@ -41,10 +50,13 @@ class NcclGroup:
         self._backend = group._get_backend(device)
         # PyTorch's own watch would end the process, and name neither step nor transfer.
         self._backend._set_default_timeout(timedelta(seconds=2 * timeout + 60))
-        self._watch = Watch(timeout, lambda: enter_watching_thread(device), end_process)
+        self._watch = Watch(
+            timeout, lambda: enter_watching_thread(device), end_process, look_around=self._make_way
+        )
         self._aborted = False
         self._started = False
         self.captured = False  # CUDA graphs of the user's know the communicator
+        self._held_up_since: float | None = None
         self._forget: Callable[[], None] | None = None  # drops the graphs of the mesh
         self._recorded: list[Callable[[], str]] | None = None  # exchanges, while they go into one
 
@@ -107,6 +119,20 @@ class NcclGroup:
                 aborting.join(_TELLING)
                 self._forget()
 
+    def _make_way(self) -> None:
+        """Who destroys process groups before the mesh is closed would wait for the end of its graphs without
+        end: NCCL waits in a call that has let go of the interpreter, and PyTorch tells nobody before."""
+        if not (self._forget or self.captured) or not runs(dist.destroy_process_group):
+            self._held_up_since = None
+            return
+        if self._forget is not None:
+            self._forget()
+            self._forget = None
+        self._held_up_since = self._held_up_since or time.monotonic()
+        if self.captured and time.monotonic() - self._held_up_since > _SUSPICIOUS:
+            self.captured = False  # once
+            print(_HELD_UP, file=sys.stderr, flush=True)
+
     def give_head_start(self) -> None:
         """Hold up the current stream, once, after exchanges have been started."""
         if self._started:
@@ -121,6 +147,19 @@ class NcclGroup:
     def close(self) -> None:
         """No more exchanges."""
         self._watch.stop()
+
+
+def runs(function: Callable[..., object]) -> bool:
+    """Whether some thread is inside of it."""
+    code = inspect.unwrap(function).__code__
+    frames: list[FrameType | None] = [*sys._current_frames().values()]
+    while frames:
+        frame = frames.pop()
+        if frame is not None:
+            if frame.f_code is code:
+                return True
+            frames.append(frame.f_back)
+    return False
 
 
 def may_record() -> bool:

@@ -64,6 +64,7 @@ class Watch:
         enter_thread: called first in the watching thread.
         give_up: called with the failure if none ends any more although all have been let go.
         patience: seconds until then.
+        look_around: called at every look.
     """
 
     def __init__(
@@ -72,11 +73,13 @@ class Watch:
         enter_thread: Callable[[], None] = lambda: None,
         give_up: Callable[[str], None] = lambda _: None,
         patience: float = 10.0,
+        look_around: Callable[[], None] = lambda: None,
     ) -> None:
         self._timeout = timeout
         self._enter_thread = enter_thread
         self._give_up = give_up
         self._patience = patience
+        self._look_around = look_around
         self._pause = min(_LONGEST_PAUSE, timeout / _LOOKS_PER_TIMEOUT)
         self._pending: deque[Pending] = deque()
         self._since: tuple[Pending | None, float] = None, 0.0
@@ -117,6 +120,7 @@ class Watch:
             self._enter_thread()
             while not self._ends.wait(self._pause if self.failure is None else _RESCUE_PAUSE):
                 self._look()
+                self._look_around()
         except Exception as error:
             self.failure = self.failure or f"the watch over the exchanges has failed: {error}"
             raise

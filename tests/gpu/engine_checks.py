@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -63,8 +64,8 @@ def engine(options: argparse.Namespace) -> None:
             other.close()
 
 
-def killed(options: argparse.Namespace) -> None:
-    """The others raise within the timeout, at the latest after they have synchronised and checked."""
+def _recurring(options: argparse.Namespace) -> tuple[ma.AttentionMesh, Callable[[], Tensor]]:
+    """A mesh, and a call on it whose passes recur and are recorded, but for the kernel that never is."""
     ranks = dist.get_world_size()
     mesh = ma.init_attention_mesh(tile=(1, ranks), transport=options.transport, timeout=options.timeout)
     seq = mesh.sequence(256 * ranks)
@@ -82,7 +83,13 @@ def killed(options: argparse.Namespace) -> None:
     assert recorder is not None and (recorder.recordings > 0) == (options.kernel != "reference")
     torch.cuda.synchronize()
     dist.barrier()
-    if dist.get_rank() == ranks - 1:
+    return mesh, attend
+
+
+def killed(options: argparse.Namespace) -> None:
+    """The others raise within the timeout, at the latest after they have synchronised and checked."""
+    mesh, attend = _recurring(options)
+    if dist.get_rank() == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     try:
@@ -98,6 +105,15 @@ def killed(options: argparse.Namespace) -> None:
         say("the device is free")
         os._exit(7)
     os._exit(8)
+
+
+def unclosed(options: argparse.Namespace) -> None:
+    """Process groups may go while passes are recorded, and the process ends."""
+    _recurring(options)
+    begin = time.monotonic()
+    dist.destroy_process_group()
+    say(f"destroyed after {time.monotonic() - begin:.1f} s")
+    raise SystemExit
 
 
 class _Layer(torch.nn.Module):

@@ -23,6 +23,7 @@ SECONDS = 4.0  # timeout of the ranks of which one dies
 KILLED = ["killed", "--timeout", str(SECONDS)]
 RECORDED = ["--kernel", "triton"]
 P2P = ["--transport", "p2p", "--nccl"]
+UNCLOSED = ["unclosed", *RECORDED, *P2P, "--patience", "40"]
 FSDP = ["beside", "--nccl"]
 
 
@@ -37,6 +38,7 @@ ONE_GPU = (
     Launch("P3-shared-killed-recorded", [*KILLED, *RECORDED], 3, 1, env=SHARED),
     Launch("P2-shared", ["engine", "graph", "recorded", "memory", "--nccl"], 2, 1, env=SHARED),
     Launch("P3-shared-killed-p2p", [*KILLED, *P2P], 3, 1, env=SHARED),
+    Launch("P2-shared-unclosed", UNCLOSED, 2, 1, env=SHARED),
     Launch("P16-shared", ["race"], 16, 1, timeout=300.0, env=SHARED),
     Launch("P8-shared", ["race"], 8, 1, timeout=300.0, env=SHARED),
 )
@@ -46,6 +48,7 @@ TWO_GPUS = (
     Launch("P2-killed-recorded", [*KILLED, *RECORDED], 2, 2),
     Launch("P2-killed-p2p", [*KILLED, *P2P], 2, 2),
     Launch("P2-killed-recorded-p2p", [*KILLED, *RECORDED, *P2P], 2, 2),
+    Launch("P2-unclosed", UNCLOSED, 2, 2),
     Launch("P2-training", FSDP, 2, 2),
     Launch("P2-8-queues", ["engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}),
     Launch("P2-32-queues", ["engine", "--nccl"], 2, 2, env={"CUDA_DEVICE_MAX_CONNECTIONS": "32"}),
@@ -134,6 +137,19 @@ def test_a_killed_rank_makes_the_others_raise_in_time(launch: str, launches: Lau
         assert found, outcome.text[-4000:]
         assert float(found[1]) < 3 * SECONDS + 5 and "rank" in found[3]
         assert "the device is free" in outcome.text
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        pytest.param("P2-shared-unclosed", marks=one_gpu),
+        pytest.param("P2-unclosed", marks=two_gpus),
+    ],
+)
+def test_groups_may_be_destroyed_while_a_mesh_has_recorded_passes(launch: str, launches: Launches) -> None:
+    """NCCL waits for the end of graphs, which nobody else holds."""
+    for outcome in launches.outcomes(launch):
+        assert outcome.code == 0 and "destroyed after" in outcome.text, outcome.text[-4000:]
 
 
 @pytest.mark.parametrize("launch", [pytest.param("P2-killed-1-queue", marks=two_gpus)])

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-from gpu.engine_checks import beside, engine, killed
+from gpu.engine_checks import beside, engine, killed, unclosed
 from gpu.pass_checks import graph, memory, recorded, repeat
 from gpu.race_checks import race
 from gpu.rank_talk import say
@@ -31,8 +31,8 @@ PATIENCE = 100.0  # seconds for a check
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("checks", nargs="+", choices=CHECKS)
-    parser.add_argument("--transport", default="symmetric", help="of killed")
-    parser.add_argument("--kernel", default="reference", help="of killed; passes of triton are recorded")
+    parser.add_argument("--transport", default="symmetric", help="of killed, unclosed")
+    parser.add_argument("--kernel", default="reference", help="of the same; passes of triton are recorded")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds for a check")
@@ -60,6 +60,7 @@ CHECKS = {
     "repeat": repeat,
     "memory": memory,
     "beside": beside,
+    "unclosed": unclosed,
 }
 
 if __name__ == "__main__":
