@@ -11,8 +11,9 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from meshattn.arguments import Arguments, Options, check_dropout, check_kernel_name, check_kind, check_softcap
+from meshattn.arguments import Arguments, check_kind
 from meshattn.calls import attend
+from meshattn.options import Options, check_dropout, check_kernel_name, check_softcap
 from meshattn.sequence import ShardedSequence
 from meshattn_kernels import choose_kernel
 

@@ -9,13 +9,9 @@ from torch import Tensor
 
 from meshattn.arguments import (
     Arguments,
-    Options,
     autocast,
     check_kept,
-    check_kernel_name,
     check_keys,
-    check_options,
-    check_seed,
     check_sinks,
     check_tensors,
     check_transforms,
@@ -26,6 +22,7 @@ from meshattn.dropout import DropoutRule
 from meshattn.heads import HeadCall
 from meshattn.masks import BlockMasks
 from meshattn.mesh import AttentionMesh
+from meshattn.options import Options, check_kernel_name, check_options, check_seed
 from meshattn.plan.assignment import Tile
 from meshattn.plan.cost import CallShape, pays_to_share
 from meshattn.plan.heads import inner_shape

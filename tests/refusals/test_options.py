@@ -11,7 +11,7 @@ import torch
 
 import meshattn as ma
 from distributed import Backend
-from meshattn.arguments import _INSTEAD
+from meshattn.options import _INSTEAD
 from meshattn.testing import run_ranks
 from refused_calls import RANKS, ROWS, SEQ_LEN, Calls, attend, check_refused, ones
 
