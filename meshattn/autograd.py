@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -62,7 +63,9 @@ class _Attention(torch.autograd.Function):
         sinks = None if sinks is None else as_written(sinks)
         work = partial(heads.forward, call, q, k, v, sinks, seed)
         out, lse, kept = _in_engine_room(mesh, call, work)
-        ctx.save_for_backward(out, lse, sinks, *origins, *kept)  # type: ignore[arg-type]  # None is allowed
+        saved = out, lse, sinks, *origins, *kept
+        ctx.save_for_backward(*saved)  # type: ignore[arg-type]  # None is allowed
+        ctx.saved_looks = _looks(saved)  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
         ctx.mesh, ctx.call, ctx.seed = mesh, call, seed  # type: ignore[attr-defined]
         ctx.number = mesh.agreement.calls  # type: ignore[attr-defined]
@@ -81,7 +84,8 @@ class _Attention(torch.autograd.Function):
 def gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """The backward pass of a call: None for what is no tensor."""
     ctx.mesh.require_open()
-    out, lse, sinks, *kept = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    out, lse, sinks, *kept = saved
     origins = kept[:3]
     if ctx.call.split.ranks > 1:
         kept = kept[3:]
@@ -91,7 +95,7 @@ def gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
     with ctx.mesh.agreement.one_thread, torch.no_grad():
         # Ranks that came to their backward passes in another order would add up each other's gradients.
         before = ctx.mesh.agreement.calls - ctx.number
-        error = _refused_gradient(ctx.call.inner.kernel.name, do, dlse)
+        error = _changed(saved, ctx.saved_looks) or _refused_gradient(ctx.call.inner.kernel.name, do, dlse)
         which = f"that of {before} calls before" if before else "that of the call just before"
         ctx.mesh.agreement.enter("backward", {"forward pass": which}, error)
         grads = _in_engine_room(ctx.mesh, ctx.call, work)
@@ -101,6 +105,29 @@ def gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
         some = _Undifferentiable.apply(len(some), *some, *sources)  # type: ignore[no-untyped-call]
         grads = *some, *grads[len(some) :]
     return *grads, *[None] * (len(ctx.needs_input_grad) - len(grads))
+
+
+_Look = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def _looks(saved: Sequence[Tensor | None]) -> list[_Look | None]:
+    return [None if x is None else (x.shape, x.dtype, x.device) for x in saved]
+
+
+def _changed(saved: Sequence[Tensor | None], looked: Sequence[_Look | None]) -> Exception | None:
+    """Hooks on saved tensors may keep them elsewhere, but must bring them back."""
+    looks = _looks(saved)
+    if looks == looked:
+        return None
+    # With a head axis those of each group of heads come behind.
+    names = itertools.chain(("out", "lse", "sinks", "q", "k", "v"), itertools.cycle(("q", "k", "v", "lse")))
+    name, before, now = next(x for x in zip(names, looked, looks, strict=False) if x[1] != x[2])
+    was, came = (f"{list(x[0])} {x[1]} on {x[2]}" if x else "nothing" for x in (before, now))
+    return ValueError(
+        f"a hook on saved tensors has changed {name}, which the backward pass needs: it was {was} and came "
+        f"back as {came}; what unpacks in saved_tensors_hooks(pack, unpack) must return a tensor of the same "
+        "shape and type on the same device"
+    )
 
 
 def _refused_gradient(kernel: str, do: Tensor, dlse: Tensor | None) -> Exception | None:

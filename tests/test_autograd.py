@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -176,6 +177,45 @@ def test_batched_gradients_are_refused() -> None:
         torch.autograd.grad(out, leaves, do)
 
     on_ranks(CASE, on_rank)
+
+
+SAVED = {
+    1: ["out", "lse", "sinks", "q", "k", "v"],
+    2: ["out", "lse", "sinks", "q", "k", "v", "q", "k", "v", "lse", "q", "k", "v", "lse"],
+}
+
+
+@pytest.mark.parametrize("change", [Tensor.double, lambda x: x[..., :1], lambda x: x.to("meta")])
+@pytest.mark.parametrize(
+    "heads, number", [(heads, number) for heads, names in SAVED.items() for number in range(len(names))]
+)
+def test_hooks_that_change_what_is_saved_are_named_on_all_ranks(
+    heads: int, number: int, change: Callable[[Tensor], Tensor]
+) -> None:
+    """Though only one rank has them; what is kept may lie elsewhere meanwhile."""
+    name = SAVED[heads][number]
+
+    def on_rank(group: Any) -> None:
+        mesh = ma.init_attention_mesh(group, heads=heads, head_groups=heads, timeout=20)
+        seq = mesh.sequence(12)
+        q, k, v = (torch.randn(1, seq.rows, 4, 8, requires_grad=True) for _ in range(3))
+        sinks = torch.zeros(4, requires_grad=True)
+        saved = itertools.count()
+
+        def pack(x: Tensor) -> tuple[int, Tensor]:
+            return next(saved), x.clone()
+
+        def unpack(packed: tuple[int, Tensor]) -> Tensor:
+            at, x = packed
+            return change(x) if mesh.rank == 1 and at == number else x.clone()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            out = ma.mesh_attention(q, k, v, seq, causal=True, sinks=sinks)
+        assert isinstance(out, Tensor) and next(saved) == len(SAVED[heads])
+        with pytest.raises(ValueError, match=rf"hook on saved tensors has changed {name}, which .* was \["):
+            out.sum().backward()
+
+    run_ranks(2, on_rank)
 
 
 def test_backward_twice_over_a_retained_graph() -> None:
