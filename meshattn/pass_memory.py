@@ -6,6 +6,7 @@ Letters as in `engine`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -79,10 +80,16 @@ class Accumulators:
                 self._staging = line.wire.within(torch.empty_like(self._received[0].flat))
         else:  # tensors of their own, which the caller may get and write to
             self.views = [line.packing.tensors(call.device) for _ in range(line.held)]
-        self._results = {} if line.results is None else line.results.tensors(call.device)
+        self._device = call.device
         self._plus: Views | None = None  # what is added at the end
         self._written: set[int] = set()
         self._parts_first = False  # for all parts of the block that is cut
+
+    @cached_property
+    def _results(self) -> Views:
+        """Made when they are asked for: by `memory`, else at the end, when the kernel has given back what it
+        keeps for itself while it works, which may be more."""
+        return {} if self._line.results is None else self._line.results.tensors(self._device)
 
     def memory(self) -> Hashable:
         """Where they lie, those that arrive, and the results."""

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import meshattn as ma
-from meshattn import calls
+from meshattn import calls, engine
 from meshattn.mesh import AttentionMesh
+from meshattn.packing import Packing, Views
 from meshattn.recording import Work
 from meshattn.testing import run_ranks
 from meshattn.transport.base import Message, Transport
@@ -148,3 +149,40 @@ def test_all_that_is_exchanged_is_told(
         begins = {begin for each in looking.values() for begin, _ in each.given[number]}
         assert exchanged[phase] and exchanged[phase] & begins <= moved
         assert all(any(at <= x < at + 2**16 for at in moved) for x in exchanged[phase])
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_results_take_memory_behind_the_blocks_unless_the_pass_may_be_recorded(
+    recorded: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels keep memory while they work on a block; the results need not be there at the same time."""
+    if recorded:
+        request.getfixturevalue("looking")
+    events: list[str] = []
+    finish, tensors = engine._Pass.finish, Packing.tensors
+
+    def finishes(self: engine._Pass) -> None:
+        events.append("behind the blocks")
+        finish(self)
+
+    def makes(self: Packing, device: torch.device) -> Views:
+        made = tensors(self, device)
+        if any(x.dtype == torch.bfloat16 for x in made.values()):  # accumulators are float32
+            events.append("results")
+        return made
+
+    monkeypatch.setattr(engine._Pass, "finish", finishes)
+    monkeypatch.setattr(Packing, "tensors", makes)
+
+    def on_rank(group: Any) -> None:
+        x = torch.randn(B, S, H, D, dtype=torch.bfloat16, requires_grad=True)
+        out = ma.mesh_attention(x, x, x, ma.init_attention_mesh(group).sequence(S))
+        assert isinstance(out, Tensor)
+        out.sum().backward()
+
+    run_ranks(1, on_rank)
+    forward, backward = ["results"], ["results", "results"]  # of out; of dq and of dkv
+    for made in (forward, backward):
+        now, events = events[: len(made) + 1], events[len(made) + 1 :]
+        assert now == ([*made, "behind the blocks"] if recorded else ["behind the blocks", *made])
+    assert not events
