@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from meshattn.agreement import Agreement
+from meshattn.disagreement import digest
 from meshattn.layouts import Layout
 from meshattn_kernels.dropout import Dropout, Positions
 
@@ -40,13 +41,15 @@ class DropoutSeeds:
 
     A drawn seed is the same when activation checkpointing comes again to a call, because it restores the
     generator, and costs no look at a GPU. It is the same on all ranks if these seed their generators alike;
-    so the ranks compare their seeds at the calls 1, 2, 4, 8, ... and at every 1024th: ranks that drift apart
-    do not stay unnoticed, and a step pays nothing.
+    so the ranks compare their seeds at the calls 1, 2, 4, 8, ... and at every 1024th, those of the calls
+    between them too: ranks that drift apart do not stay unnoticed, also if they come together again, and a
+    step pays nothing.
     """
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         self._calls = 0
+        self._since: list[int] = []  # seeds of the calls since the last comparison
 
     def next(self, given: int | None, device: torch.device) -> int:
         """The seed of the next call, on tensors of ``device``. Collective now and then; raises on every rank
@@ -64,7 +67,15 @@ class DropoutSeeds:
                 what += (
                     " (its seed is drawn: call torch.manual_seed alike on all ranks, or pass dropout_seed)"
                 )
-            self._agreement.compare(what, {"dropout_seed": str(seed)})
+            stated = {"dropout_seed": str(seed)}
+            if self._since:
+                calls = f"dropout_seed of calls {self._calls - len(self._since)} to {self._calls - 1}"
+                signed = [one - (one >> 63 << 64) for one in self._since]
+                stated[calls] = f"a list with digest {digest(signed)}"
+            self._agreement.compare(what, stated)
+            self._since.clear()
+        else:
+            self._since.append(seed)
         return seed
 
 

@@ -281,6 +281,24 @@ def test_ranks_with_other_seeds_raise(given: bool) -> None:
         assert ("torch.manual_seed" in text) != given
 
 
+def test_ranks_that_part_between_comparisons_raise_at_the_next() -> None:
+    """Though their seeds are the same again by then, as if all were seeded anew in every step."""
+
+    def on_rank(group: Any) -> None:
+        mesh = ma.init_attention_mesh(group, timeout=20)
+        seq = mesh.sequence(12)
+        x = torch.ones(1, seq.rows, 2, 8)
+        largest = 2**64 - 1
+        for call in range(1, 8):
+            seed = largest - (mesh.rank == 1 and call == 6)
+            ma.mesh_attention(x, x, x, seq, dropout_p=0.1, dropout_seed=seed)
+        what = r"dropout, call 8: .* dropout_seed of calls 5 to 7 is a list with digest \w+ on rank 1, but"
+        with pytest.raises(ma.RankMismatchError, match=what):
+            ma.mesh_attention(x, x, x, seq, dropout_p=0.1, dropout_seed=largest)
+
+    run_ranks(3, on_rank)
+
+
 def test_a_rank_that_draws_where_others_give_raises_at_once() -> None:
     """At the third call, whose seeds are not compared."""
 
