@@ -13,11 +13,9 @@ its times mean nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,10 +24,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from across_ranks.many_steps import HERE, PRESET, SOCKETS, TOPOLOGY, Scale, Step, scale_of, steps
-from grounding import Comparison, topologies_of
+from across_ranks.many_findings import comparisons, marks, predictions, training
+from across_ranks.many_steps import HERE, SOCKETS, TOPOLOGY, Scale, Step, scale_of, steps
+from grounding import Comparison
 from harness import REPORTS, Machine, Record, table, write
-from meshattn.plan.topology import Topology, load_topology
 from virtual.undertaker import undertaker
 from virtual_cluster import find_gpus, interrupt
 
@@ -135,53 +133,6 @@ def limits(steps: Sequence[Step], seconds: float) -> list[Step]:
     return [replace(step, limit=part * step.limit) for step in steps]
 
 
-def training(out: Path, records: list[Record]) -> str:
-    """Tokens a second of both runs, and how far their losses are apart; its figures become records."""
-    runs = {}
-    for kind in ("mesh", "ring"):
-        log = out / f"train-{kind}" / "log.jsonl"
-        lines = log.read_text().splitlines() if log.exists() else []
-        runs[kind] = [json.loads(line) for line in lines]
-    said = []
-    for kind, run in runs.items():
-        if len(run) > 1:
-            pace = statistics.median(one["tokens"] / one["seconds"] for one in run[1:])
-            records.append(Record("many-gpus", f"train-{kind}", "tokens/s", pace))
-            said.append(f"{kind}: {pace:,.0f} tokens/s, loss {run[0]['loss']:.4f} to {run[-1]['loss']:.4f}")
-    apart = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(*runs.values(), strict=False)]
-    if apart:
-        records.append(Record("many-gpus", "train", "largest loss difference", max(apart), "ring"))
-        said.append(f"The losses of their {len(apart)} first steps differ by {max(apart):.1e} at most.")
-    return "\n".join(said)
-
-
-def predictions(out: Path, scale: Scale) -> str:
-    """What the emulator says of the tables, on the topologies that were measured beside them, or that of the
-    preset on GPUs like its. Passes over NCCL are left out where only the links of another transport are
-    known."""
-    measured = (out / TOPOLOGY).exists()
-    if not measured and not scale.real:
-        return ""
-    here = load_topology(out / TOPOLOGY if measured else PRESET)
-    nccl = load_topology(out / SOCKETS) if (out / SOCKETS).exists() else here
-    link = nccl.inside if nccl.between is None else nccl.between
-    fast = topologies_of(here, link)
-    if nccl is here and scale.transports != "p2p":
-        del fast["p2p"]
-    slow = topologies_of(here, replace(link, gb_per_s=scale.rate / 1e3))
-    by_step = {"tables": fast, "slow-links": slow, "million": fast}
-    parts = [_compared(out / name, topologies) for name, topologies in by_step.items()]
-    if not measured and any(parts):
-        parts.insert(0, f"Links and kernels were not measured; these are those of the preset {PRESET}.")
-    return "\n\n".join(part for part in parts if part)
-
-
-def _compared(folder: Path, topologies: dict[str, Topology]) -> str:
-    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
-    found = Comparison.of(map(json.loads, lines), topologies)
-    return f"### {folder.name}\n\n{found.text()}" if found.rows else ""
-
-
 def report(
     outcomes: Sequence[Outcome],
     ranks: int,
@@ -197,16 +148,26 @@ def report(
         [x.step.name, x.ended, f"{x.seconds:.0f}", f"{x.step.limit:.0f}", f"{x.compiled}"] for x in outcomes
     ]
     records: list[Record] = []
-    trained = _or_why(lambda: training(out, records))
+    found: dict[str, Comparison] = {}
+
+    def predicted() -> str:
+        if predict:
+            found.update(comparisons(out, scale))
+        return predictions(found, out)
+
+    told = _or_why(predicted)  # first: the next needs what it finds
+    sections = {
+        "To be shown": _or_why(lambda: marks(out, scale, found)),
+        "Training": _or_why(lambda: training(out, records)),
+        "Predicted and measured": told,
+    }
     on = "GPUs" if scale.device == "cuda" else "the CPU"
     where = (
         f"{ranks} GPUs" if scale.real else f"{ranks} ranks that share {on}: a trial, its times mean nothing"
     )
     head = ["step", "ended", "seconds", "limit", "kernels compiled"]
     parts = [f"# {where}", machine.describe(), table(head, rows)]
-    parts += [f"## Training\n\n{trained}"] if trained else []
-    predicted = _or_why(lambda: predictions(out, scale)) if predict else ""
-    parts += [f"## Predicted and measured\n\n{predicted}"] if predicted else []
+    parts += [f"## {title}\n\n{text}" for title, text in sections.items() if text]
     for outcome in outcomes:
         name = outcome.step.name
         records.append(Record("many-gpus", name, "code", outcome.code))

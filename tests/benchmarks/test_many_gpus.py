@@ -24,7 +24,6 @@ from meshattn import cli
 from meshattn.plan import CallShape
 from meshattn.plan.heads import inner_shape
 from meshattn.plan.planner import cuts
-from meshattn.plan.topology import load_topology
 from programs import BENCHMARKS, module_of
 from virtual import undertaker
 from waiting import eventually
@@ -192,25 +191,6 @@ def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
     records = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
     codes = {record["case"]: record["ours"] for record in records if record["metric"] == "code"}
     assert codes == {outcome.step.name: outcome.code for outcome in outcomes}
-
-
-def test_passes_over_nccl_are_predicted_from_links_that_were_measured(tmp_path: Path) -> None:
-    (tmp_path / "tables").mkdir()
-    case = "B1-S8192-H32-H_kv8-D128-bfloat16-causal-striped-P4-2x2"
-    lines = [
-        json.dumps({"case": f"{case}-{transport}", "metric": "forward ms", "ours": 1.5})
-        for transport in ("symmetric", "p2p")
-    ]
-    (tmp_path / "tables" / "x.jsonl").write_text("\n".join(lines))
-    text = many_gpus.predictions(tmp_path, SCALES["real"])
-    assert "preset" in text and "-symmetric forward" in text and "-p2p forward" not in text
-    assert not many_gpus.predictions(tmp_path, SCALES["shared"]), "no preset knows shared GPUs"
-    (tmp_path / many_steps.TOPOLOGY).write_text(load_topology("dgx-h200").text())
-    text = many_gpus.predictions(tmp_path, SCALES["real"])
-    assert "preset" not in text and "-symmetric forward" in text and "-p2p forward" not in text
-    assert "-p2p forward" in many_gpus.predictions(tmp_path, SCALES["cpu"]), "where nothing else was measured"
-    (tmp_path / many_steps.SOCKETS).write_text(load_topology("a3-high").text())
-    assert "-p2p forward" in many_gpus.predictions(tmp_path, SCALES["real"])
 
 
 PROGRAMS = {
