@@ -23,7 +23,7 @@ SECONDS = 4.0  # timeout of the ranks of which one dies
 KILLED = ["killed", "--timeout", str(SECONDS)]
 RECORDED = ["--kernel", "triton"]
 P2P = ["--transport", "p2p", "--nccl"]
-UNCLOSED = ["unclosed", *RECORDED, *P2P, "--patience", "40"]
+UNCLOSED = ["unclosed", *RECORDED, *P2P]
 FSDP = ["beside", "--nccl"]
 
 
