@@ -168,6 +168,7 @@ def compile_variant(variant: Variant, target: int, tiles: launch.Tiling | None =
     constants = {
         **{f"{x}_STRIDE": HEADS * variant.head_dim + odd for x in ("Q", "K")},
         **{f"{x}_STRIDE": HEADS * variant.head_dim_v + odd for x in ("V", "DO")},
+        "STRIDE_UNIT": 8 if variant.aligned else 1,
         "D": variant.head_dim,
         "D_V": variant.head_dim_v,
         "PADDED_D": pad,
@@ -200,7 +201,7 @@ def build(
     aligned: bool = True,
 ) -> Result:
     """Arguments not in ``types``: tables are *i32, words *i64, other pointers *fp32, scales fp32, the rest
-    i32. Pointers are multiples of 16, and strides; those in ``types`` only if ``aligned``."""
+    i32. Pointers are multiples of 16; those in ``types`` only if ``aligned``."""
     tables = ("start", "end", "worker_start", "tasks", "steps", "counters", "tiles")
     defaults = dict.fromkeys(("factor", "scale", "cap_scale", "keep_scale"), "fp32") | {
         f"{name}_ptr": "*i32" for name in tables
@@ -215,8 +216,7 @@ def build(
     multiples = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if (name.endswith("_ptr") or "_stride_" in name)
-        and (aligned or (name.endswith("_ptr") and name not in types))
+        if name.endswith("_ptr") and (aligned or name not in types)
     }
     begun = time.perf_counter()
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=multiples)

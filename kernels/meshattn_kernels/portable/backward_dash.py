@@ -14,7 +14,15 @@ import triton.language as tl
 from meshattn_kernels import dash
 from meshattn_kernels.portable.backward_step import MASKED_IF_NEEDED, add_to_dkdv
 from meshattn_kernels.portable.scores import SCORE_NUMBERS
-from meshattn_kernels.portable.tiles import add_tile, load_tile, product, term_rows, to_base
+from meshattn_kernels.portable.tiles import (
+    HEAD_STRIDES,
+    add_tile,
+    head_offset,
+    load_tile,
+    product,
+    term_rows,
+    to_base,
+)
 from meshattn_kernels.portable.turns import begin_turn, end_turn
 
 LOAD, STORE = tl.constexpr(dash.LOAD), tl.constexpr(dash.STORE)
@@ -24,7 +32,7 @@ TURN_SHIFT, TILE_MASK = tl.constexpr(dash.TURN_SHIFT), tl.constexpr((1 << dash.T
 @triton.jit(
     do_not_specialize=[
         *("lo", "hi", "n_q", "n_k", "rows", "keys", "heads", "kv_heads", "batch_heads", "query_tiles"),
-        *("kv_tiles", "scale", *SCORE_NUMBERS),
+        *("kv_tiles", "scale", *SCORE_NUMBERS, *HEAD_STRIDES),
     ]
 )
 def dash_kernel(
@@ -70,6 +78,7 @@ def dash_kernel(
     v_stride_h,
     do_stride_b,
     do_stride_h,
+    STRIDE_UNIT: tl.constexpr,
     Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
@@ -115,12 +124,12 @@ def dash_kernel(
         dv = tl.where(loads, 0.0, dv)
         # A task without steps may lie beyond the last key: it reads a row that it does not use.
         size = tl.maximum(n_k, 1)
-        k_tile_ptr = k_ptr + batch * k_stride_b + kv_head * k_stride_h
-        v_tile_ptr = v_ptr + batch * v_stride_b + kv_head * v_stride_h
+        k_tile_ptr = k_ptr + head_offset(batch, kv_head, k_stride_b, k_stride_h, STRIDE_UNIT)
+        v_tile_ptr = v_ptr + head_offset(batch, kv_head, v_stride_b, v_stride_h, STRIDE_UNIT)
         k = load_tile(k_tile_ptr, t0, size, K_STRIDE, KV_TILE, D, PADDED_D)
         v = load_tile(v_tile_ptr, t0, size, V_STRIDE, KV_TILE, D_V, PADDED_D_V)
-        q_head_ptr = q_ptr + batch * q_stride_b + head * q_stride_h
-        do_head_ptr = do_ptr + batch * do_stride_b + head * do_stride_h
+        q_head_ptr = q_ptr + head_offset(batch, head, q_stride_b, q_stride_h, STRIDE_UNIT)
+        do_head_ptr = do_ptr + head_offset(batch, head, do_stride_b, do_stride_h, STRIDE_UNIT)
         terms_head_ptr = terms_ptr + tl.cast(batch_head, tl.int64) * term_rows(rows) * 2
         words_head_ptr = words_ptr + tl.cast(batch_head, tl.int64) * rows
         dq_head_ptr = dq_ptr + (batch * rows * heads + head) * D

@@ -15,7 +15,9 @@ import triton.language as tl
 from meshattn_kernels.portable.backward_step import MASKED, UNMASKED, add_to_dkdv
 from meshattn_kernels.portable.scores import SCORE_NUMBERS, is_kept, tanh
 from meshattn_kernels.portable.tiles import (
+    HEAD_STRIDES,
     add_tile,
+    head_offset,
     in_registers,
     load_rows,
     load_terms,
@@ -45,6 +47,7 @@ from meshattn_kernels.portable.tiles import (
         "factor",
         "scale",
         *SCORE_NUMBERS,
+        *HEAD_STRIDES,
     ]
 )
 def dkdv_kernel(
@@ -84,6 +87,7 @@ def dkdv_kernel(
     v_stride_h,
     do_stride_b,
     do_stride_h,
+    STRIDE_UNIT: tl.constexpr,
     Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
@@ -120,13 +124,13 @@ def dkdv_kernel(
         exponent_scale = to_base(scale, SINGLE)
         dropout = threshold, (k_offset, k_step, k_split, k_jump)
         head = kv_head * group + part * part_heads
-        q_ptr += batch * q_stride_b + head * q_stride_h
-        do_ptr += batch * do_stride_b + head * do_stride_h
+        q_ptr += head_offset(batch, head, q_stride_b, q_stride_h, STRIDE_UNIT)
+        do_ptr += head_offset(batch, head, do_stride_b, do_stride_h, STRIDE_UNIT)
         head_terms = term_rows(rows) * 2
         terms_ptr += (batch * kv_heads * group + head) * head_terms
         words_ptr += (batch * kv_heads * group + head) * rows
-        k_ptr += batch * k_stride_b + kv_head * k_stride_h
-        v_ptr += batch * v_stride_b + kv_head * v_stride_h
+        k_ptr += head_offset(batch, kv_head, k_stride_b, k_stride_h, STRIDE_UNIT)
+        v_ptr += head_offset(batch, kv_head, v_stride_b, v_stride_h, STRIDE_UNIT)
         k = load_tile(k_ptr, t0, n_k, K_STRIDE, KV_TILE, D, PADDED_D)
         v = load_tile(v_ptr, t0, n_k, V_STRIDE, KV_TILE, D_V, PADDED_D_V)
         if HELD:
@@ -142,8 +146,9 @@ def dkdv_kernel(
         for _ in tl.range(0, masked * part_heads, num_stages=STAGES - HELD, disable_licm=True):
             r0 = masked_tile(step, first, full, full_end) * Q_TILE
             dk, dv, _ds = add_to_dkdv(
-                dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, terms_ptr + n * head_terms,
-                words_ptr + n * rows, r0, t0, bounds, exponent_scale, cap_scale, keep_scale, dropout,
+                dk, dv, k, v, q_ptr + n * q_stride_h * STRIDE_UNIT, do_ptr + n * do_stride_h * STRIDE_UNIT,
+                terms_ptr + n * head_terms, words_ptr + n * rows, r0, t0, bounds, exponent_scale, cap_scale,
+                keep_scale, dropout,
                 Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP, DROPOUT,
                 BAND, MASKED,
             )  # fmt: skip
@@ -156,8 +161,9 @@ def dkdv_kernel(
         for _ in tl.range(0, whole * part_heads, num_stages=STAGES, disable_licm=True):
             r0 = tile * Q_TILE
             dk, dv, _ds = add_to_dkdv(
-                dk, dv, k, v, q_ptr + n * q_stride_h, do_ptr + n * do_stride_h, terms_ptr + n * head_terms,
-                words_ptr + n * rows, r0, t0, bounds, exponent_scale, cap_scale, keep_scale, dropout,
+                dk, dv, k, v, q_ptr + n * q_stride_h * STRIDE_UNIT, do_ptr + n * do_stride_h * STRIDE_UNIT,
+                terms_ptr + n * head_terms, words_ptr + n * rows, r0, t0, bounds, exponent_scale, cap_scale,
+                keep_scale, dropout,
                 Q_STRIDE, DO_STRIDE, D, D_V, PADDED_D, PADDED_D_V, Q_TILE, KV_TILE, SINGLE, SOFTCAP, DROPOUT,
                 BAND, UNMASKED,
             )  # fmt: skip
@@ -174,7 +180,20 @@ def dkdv_kernel(
     add_tile(dv_ptr, dv, t0, keys, kv_heads * D_V, FIRST, KV_TILE, D_V, PADDED_D_V)
 
 
-@triton.jit(do_not_specialize=["lo", "hi", "n_q", "n_k", "rows", "group", "factor", "scale", *SCORE_NUMBERS])
+@triton.jit(
+    do_not_specialize=[
+        "lo",
+        "hi",
+        "n_q",
+        "n_k",
+        "rows",
+        "group",
+        "factor",
+        "scale",
+        *SCORE_NUMBERS,
+        *HEAD_STRIDES,
+    ]
+)
 def dq_kernel(
     q_ptr,  # [B, C_q, H, D]
     k_ptr,  # [B, C_k, H_kv, D]
@@ -208,6 +227,7 @@ def dq_kernel(
     v_stride_h,
     do_stride_b,
     do_stride_h,
+    STRIDE_UNIT: tl.constexpr,
     Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
@@ -245,10 +265,10 @@ def dq_kernel(
         words = row
         if DROPOUT:
             words = load_rows(words_ptr + (batch * heads + head) * rows, r0, n_q, Q_TILE)
-        q_ptr += batch * q_stride_b + head * q_stride_h
-        do_ptr += batch * do_stride_b + head * do_stride_h
-        k_ptr += batch * k_stride_b + head // group * k_stride_h
-        v_ptr += batch * v_stride_b + head // group * v_stride_h
+        q_ptr += head_offset(batch, head, q_stride_b, q_stride_h, STRIDE_UNIT)
+        do_ptr += head_offset(batch, head, do_stride_b, do_stride_h, STRIDE_UNIT)
+        k_ptr += head_offset(batch, head // group, k_stride_b, k_stride_h, STRIDE_UNIT)
+        v_ptr += head_offset(batch, head // group, v_stride_b, v_stride_h, STRIDE_UNIT)
         q = load_tile(q_ptr, r0, n_q, Q_STRIDE, Q_TILE, D, PADDED_D)
         do = load_tile(do_ptr, r0, n_q, DO_STRIDE, Q_TILE, D_V, PADDED_D_V)
         if HELD:

@@ -26,13 +26,13 @@ def add_parts(parts: Tensor, acc: Tensor, factor: float, first: bool) -> None:
     ``first`` write it."""
     numbers = acc.numel(), len(parts), factor
     with on_device(acc.device):
-        _add_parts(_grid(acc), (parts, acc), numbers, (), (first, FLAT_BLOCK), warps=4)
+        _add_parts(_grid(acc), (parts, acc), numbers, (first, FLAT_BLOCK), warps=4)
 
 
 def scale_into(result: Tensor, acc: Tensor, scale: float) -> None:
     """result = acc * scale, both contiguous."""
     with on_device(acc.device):
-        _scale_and_cast(_grid(acc), (acc, result), (acc.numel(), scale), (), (FLAT_BLOCK,), warps=4)
+        _scale_and_cast(_grid(acc), (acc, result), (acc.numel(), scale), (FLAT_BLOCK,), warps=4)
 
 
 def row_terms(lse: Tensor, delta: Tensor, n_q: int, dtype: torch.dtype) -> Tensor:
@@ -49,7 +49,6 @@ def row_terms(lse: Tensor, delta: Tensor, n_q: int, dtype: torch.dtype) -> Tenso
             (blocks, heads, batch),
             (lse, delta, terms),
             (rows, n_q, heads),
-            (),
             (dtype == torch.float32, TERM_ROWS.value),
             warps=4,
         )
@@ -62,7 +61,7 @@ def row_words(dropout: Dropout, q: Tensor) -> Tensor:
     words = torch.empty(batch, heads, rows, dtype=torch.int64, device=q.device)
     with on_device(q.device):
         grid = -(-rows // WORDS_BLOCK), heads, batch
-        _row_words(grid, (words,), (rows, heads, *dropout.row_numbers), (), (WORDS_BLOCK,), warps=4)
+        _row_words(grid, (words,), (rows, heads, *dropout.row_numbers), (WORDS_BLOCK,), warps=4)
     return words
 
 

@@ -13,7 +13,9 @@ import triton.language as tl
 
 from meshattn_kernels.portable.scores import SCORE_NUMBERS, is_kept, tanh
 from meshattn_kernels.portable.tiles import (
+    HEAD_STRIDES,
     from_base,
+    head_offset,
     in_registers,
     load_rows,
     load_tile,
@@ -27,7 +29,9 @@ from meshattn_kernels.portable.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["lo", "hi", "n_q", "n_k", "rows", "group", "scale", *SCORE_NUMBERS])
+@triton.jit(
+    do_not_specialize=["lo", "hi", "n_q", "n_k", "rows", "group", "scale", *SCORE_NUMBERS, *HEAD_STRIDES]
+)
 def forward_kernel(
     q_ptr,  # [B, C_q, H, D]
     k_ptr,  # [B, C_k, H_kv, D]
@@ -57,6 +61,7 @@ def forward_kernel(
     k_stride_h,
     v_stride_b,
     v_stride_h,
+    STRIDE_UNIT: tl.constexpr,
     Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
@@ -86,9 +91,9 @@ def forward_kernel(
 
     lane = tl.arange(0, Q_TILE)
     row = r0 + lane
-    q_ptr += batch * q_stride_b + head * q_stride_h
-    k_ptr += batch * k_stride_b + head // group * k_stride_h
-    v_ptr += batch * v_stride_b + head // group * v_stride_h
+    q_ptr += head_offset(batch, head, q_stride_b, q_stride_h, STRIDE_UNIT)
+    k_ptr += head_offset(batch, head // group, k_stride_b, k_stride_h, STRIDE_UNIT)
+    v_ptr += head_offset(batch, head // group, v_stride_b, v_stride_h, STRIDE_UNIT)
     dim = tl.arange(0, PADDED_D_V)
     lse_ptrs = lse_ptr + (batch * heads + head) * rows + row
     out_ptr += (batch * rows * heads + head) * D_V + tl.cast(r0, tl.int64) * (heads * D_V)

@@ -112,8 +112,9 @@ class _Block:
         return *self.bounds.band_of, self.intervals.n_q, self.intervals.n_k
 
     @property
-    def strides(self) -> list[int]:
-        return strides(self.q, self.k, self.v, self.do)
+    def numbers(self) -> tuple[int | float, ...]:
+        """Those that all kernels of a backward end with."""
+        return *self.scores.numbers, *strides(self.q, self.k, self.v, self.do)
 
     def constants(self, tiles: Tiling) -> tuple[int | bool, ...]:
         """Those that all kernels of a backward begin with, up to BAND."""
@@ -193,11 +194,13 @@ class _Portable:
             _forward(
                 (-(-rows // tiles.q_tile), heads, batch),
                 (q, k, v, scores.words, out, lse, bounds.start, bounds.end),
-                (*bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2], *scores.numbers),
-                strides(q, k, v),
+                (
+                    *bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2],
+                    *scores.numbers, *strides(q, k, v),
+                ),
                 (*constants(tiles, q, k, v), *scores.changed, bounds.band, first, tiles.held),
                 warps=tiles.warps,
-            )
+            )  # fmt: skip
 
     def backward(
         self,
@@ -288,7 +291,7 @@ class TritonDashKernel(_Portable):
                 width = heads * head_dim
                 columns = min(1024, 1 << (width - 1).bit_length())
                 grid = (len(table.unseen), -(-width // columns), batch)
-                _clear_rows(grid, (table.unseen, dq), (rows, width), (), (tiles.q_tile, columns), warps=4)
+                _clear_rows(grid, (table.unseen, dq), (rows, width), (tiles.q_tile, columns), warps=4)
             _dash(
                 (table.workers, 1, 1),
                 (
@@ -297,9 +300,8 @@ class TritonDashKernel(_Portable):
                 ),
                 (
                     *block.mask, rows, keys, heads, kv_heads, batch * heads, table.query_tiles,
-                    table.kv_tiles, *block.scores.numbers,
+                    table.kv_tiles, *block.numbers,
                 ),
-                block.strides,
                 (*block.constants(tiles), first_dq, first_dkv, self.deterministic),
                 warps=tiles.warps,
             )  # fmt: skip
@@ -337,9 +339,8 @@ def _two_loop_dkdv(block: _Block, dkv: Mapping[str, Tensor], first: bool) -> Non
             (*block.tensors, dk, dv, bounds.start, bounds.end),
             (
                 *block.mask, rows, keys, group, group // parts, batch * keys * kv_heads,
-                factor if parts == 1 else 1.0, *block.scores.numbers,
+                factor if parts == 1 else 1.0, *block.numbers,
             ),
-            block.strides,
             (*block.constants(tiles), first or parts > 1, tiles.held),
             warps=tiles.warps,
         )  # fmt: skip
@@ -356,8 +357,7 @@ def _two_loop_dq(block: _Block, dq: Tensor, first: bool) -> None:
         _dq(
             (-(-rows // tiles.q_tile), heads, batch),
             (*block.tensors, dq, bounds.start, bounds.end),
-            (*block.mask, rows, heads // block.k.shape[2], block.factor(dq), *block.scores.numbers),
-            block.strides,
+            (*block.mask, rows, heads // block.k.shape[2], block.factor(dq), *block.numbers),
             (*block.constants(tiles), first, tiles.held),
             warps=tiles.warps,
         )

@@ -179,19 +179,27 @@ def tiles_for(which: Pass, q: Tensor, v: Tensor, dropout: bool) -> Tiling:
 
 
 def strides(*tensors: Tensor) -> list[int]:
-    """Strides of batch and head of each."""
-    return [stride for x in tensors for stride in (x.stride(0), x.stride(2))]
+    """Strides of batch and head of each, in units of `stride_unit`."""
+    unit = stride_unit(*tensors)
+    return [stride // unit for x in tensors for stride in (x.stride(0), x.stride(2))]
+
+
+def stride_unit(*tensors: Tensor) -> int:
+    """8 elements where that divides the strides of batch and head, as it does head sizes: 16 bytes, which one
+    instruction then loads."""
+    return 1 if any(x.stride(dim) % 8 for x in tensors for dim in (0, 2)) else 8
 
 
 def constants(tiles: Tiling, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> tuple[int | bool, ...]:
-    """The compile-time arguments that all kernels begin with: strides of rows, D, D_V, PADDED_D, PADDED_D_V,
-    Q_TILE, KV_TILE, STAGES, SINGLE.
+    """The compile-time arguments that all kernels begin with: STRIDE_UNIT, strides of rows, D, D_V, PADDED_D,
+    PADDED_D_V, Q_TILE, KV_TILE, STAGES, SINGLE.
 
     The strides of rows follow from the layout of a model, not from a sequence, so that they cost few
     compilations; as constants they save registers and address arithmetic in every step.
     """
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     return (
+        stride_unit(q, k, v, *do),
         *(x.stride(1) for x in (q, k, v, *do)),
         head_dim,
         head_dim_v,

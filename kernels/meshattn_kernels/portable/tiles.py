@@ -19,6 +19,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 PROBES = tl.constexpr(128)
 FAR = tl.constexpr(2**30)
 TERM_ROWS = tl.constexpr(128)
+HEAD_STRIDES = tuple(f"{x}_stride_{dim}" for x in ("q", "k", "v", "do") for dim in ("b", "h"))
+"""The strides of a launch, in units of STRIDE_UNIT elements."""
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -197,6 +199,12 @@ def sees(r0, t0, bounds, Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, BAND: tl.c
     else:
         start, end = row_bounds(r0 + tl.minimum(lane, n_q - 1 - r0), bounds, BAND)
         return (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
+
+
+@triton.jit
+def head_offset(batch, head, stride_b, stride_h, STRIDE_UNIT: tl.constexpr):
+    """Elements before a head. That strides come in units tells the compiler what divides them."""
+    return (batch * stride_b + head * stride_h) * STRIDE_UNIT
 
 
 @triton.jit

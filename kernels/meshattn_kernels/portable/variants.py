@@ -1,9 +1,9 @@
 """Launching with little host time.
 
 An ordinary Triton launch inspects and specialises every argument, and these kernels have thirty to forty of
-them. Here only constants and types make a variant: no number is specialised, and pointers and strides are
-multiples of 16 together. Where they are not, or a number needs more than 32 bits, the launch is an ordinary
-one, as it is in the interpreter.
+them. Here only constants and types make a variant: no number is specialised, and all pointers are multiples
+of 16. Where they are not, or a number needs more than 32 bits, the launch is an ordinary one, as it is in the
+interpreter.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _MAX_INT = 2**31 - 1
 
 
 class Launcher:
-    """A jitted kernel whose arguments are pointers, numbers (all of ``do_not_specialize``), strides and
-    constants, in this order; with its compiled variants."""
+    """A jitted kernel whose arguments are pointers, numbers (all of ``do_not_specialize``) and constants, in
+    this order; with its compiled variants."""
 
     def __init__(self, function: Any, *, cooperative: bool = False) -> None:
         self._function = function
@@ -33,23 +33,22 @@ class Launcher:
         grid: tuple[int, int, int],
         tensors: Sequence[Tensor],
         numbers: Sequence[float],
-        strides: Sequence[int],
         constants: tuple[int | bool, ...],
         *,
         warps: int,
     ) -> None:
         """Launch on the current stream of the current device, which holds the tensors."""
         pointers = [x.data_ptr() for x in tensors]
-        aligned = not any(x % 16 for x in (*pointers, *strides))
-        if INTERPRETED or not aligned or max((*numbers, *strides)) > _MAX_INT:
-            args = (*tensors, *numbers, *strides, *constants)
+        aligned = not any(x % 16 for x in pointers)
+        if INTERPRETED or not aligned or max(numbers) > _MAX_INT:
+            args = (*tensors, *numbers, *constants)
             self._function[grid](*args, num_warps=warps, **self._options)
             return
         key = (tensors[0].device.index, warps, constants, *[x.dtype for x in tensors], *map(type, numbers))
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._function.warmup(
-                *tensors, *numbers, *strides, *constants, grid=grid, num_warps=warps, **self._options
+                *tensors, *numbers, *constants, grid=grid, num_warps=warps, **self._options
             )
             self._compiled[key] = compiled
-        compiled[grid](*pointers, *numbers, *strides, *constants)
+        compiled[grid](*pointers, *numbers, *constants)
