@@ -177,7 +177,6 @@ def run(options: Options, place: Place) -> None:
         except ValueError as error:  # a transport that cannot serve here, which all ranks find together
             agree(str(error), "")
             raise
-        stack.callback(trainer.mesh.forget_graphs)  # also after an error, which leaves the mesh open
         if place.leads:
             print(
                 f"{place.ranks} rank{'s' if place.ranks > 1 else ''}, {place.why}\n{trainer.describe()}",

@@ -272,10 +272,8 @@ class AttentionMesh:
             self.connection.close()
 
     def forget_graphs(self) -> None:
-        """Drop the recorded passes; calls go on without. Not collective.
-
-        For a rank that ends without `close`, after an error: NCCL, and so
-        ``torch.distributed.destroy_process_group``, waits for the end of graphs that know its communicator.
+        """Drop the recorded passes, and give back their memory; those that recur are recorded anew. Not
+        collective.
         """
         for recorder in self._recorders.values():
             recorder.clear()
