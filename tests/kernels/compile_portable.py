@@ -7,7 +7,8 @@
 Exit status 1 if a kernel spills more than 64 bytes, needs more shared memory than its GPU has, has lost its
 products, or ptxas says that it serialises them: any message C75xx but C7517 and C7519, which put in one wait
 or arrive where an operand comes from registers (some releases do so for p, which a mask changes); or if, on
-sm_90, ptxas forms the address of a tile from the same half twice.
+sm_90, ptxas forms the address of a tile from the same half twice; or if a loop writes to shared memory what
+is made before it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 import triton
-from machine_code import compiled_with_log, disassembled, wrong_addresses
+from machine_code import compiled_with_log, disassembled, stored_again, wrong_addresses
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -80,12 +81,14 @@ class Result:
     products: bool
     messages: list[str]
     wrong_addresses: list[str]
+    stored_again: list[str]
     seconds: float
 
     def failures(self, target: int, variant: Variant) -> list[str]:
         found = [line for line in self.messages if "(C7517)" not in line and "(C7519)" not in line]
         allowed = max_spilled_bytes(target, variant)
         found += [f"a wrong address: {line}" for line in self.wrong_addresses]
+        found += [f"stored in every step: {line}" for line in self.stored_again]
         if not self.products:
             found.append("no matrix product is left in the code")
         if self.spilled_bytes > allowed:
@@ -100,13 +103,17 @@ class Result:
 def max_spilled_bytes(target: int, variant: Variant) -> int:
     """64; 128 with dropout, whose random numbers take registers, which more warps or smaller tiles would have
     but for half the speed, and for a narrow head beside a wider one, whose tiles are widened and masked (see
-    ``launch.padded_dims``); and exceptions for head sizes above 64 in 16 bits on sm_90.
+    ``launch.padded_dims``); and exceptions for head sizes above 64 in 16 bits on sm_90, and for the forward
+    that merges on sm_120.
 
     Up to 128, dk, dv and the keys that are held fill the registers. What is spilled serves the loop of tiles
     that need a mask, which are few: 20 percent faster than tiles that leave registers free. Above 128, before
     its loop the forward that merges loads the sum of earlier blocks, half of all registers: it spills there,
     not in the loop, and tiles that do not reach 60 percent of the speed. dk and dv fill half of all registers
     too: some releases spill a little, and tiles that never do reach 75 percent of the speed.
+
+    On sm_120 ptxas keeps the addresses by which the sum of earlier blocks came into the layout of products
+    for the way back: it spills them before the loops and loads them behind, never in them.
     """
     if not variant.aligned:
         return 1536  # every element has an address of its own, in a call that is slow anyway
@@ -118,6 +125,8 @@ def max_spilled_bytes(target: int, variant: Variant) -> int:
         return 448
     if target == 90 and large and variant.which == "dkdv":
         return 128
+    if target == 120 and size <= 64 and variant.which == "forward" and not variant.first:
+        return 192
     widened = target == 90 and min(variant.head_dim, variant.head_dim_v) <= 32 < size
     return 128 if variant.dropout or widened else MAX_SPILLED_BYTES
 
@@ -177,6 +186,7 @@ def compile_variant(variant: Variant, target: int, tiles: launch.Tiling | None =
         "KV_TILE": tiles.kv_tile,
         "STAGES": tiles.stages,
         "SINGLE": variant.dtype == torch.float32,
+        "HOIST": launch.hoists(variant.dtype, capability),
         "SOFTCAP": variant.softcap,
         "DROPOUT": variant.dropout,
         "BAND": variant.band,
@@ -232,6 +242,7 @@ def build(
         products="mma" in compiled.asm["ptx"] or "fma.rn.f32" in compiled.asm["ptx"],
         messages=[line for line in log.splitlines() if "(C75" in line],
         wrong_addresses=wrong_addresses(disassembled(compiled.asm["cubin"])) if target == 90 else [],
+        stored_again=stored_again(compiled.asm["ttgir"]),
         seconds=time.perf_counter() - begun,
     )
 

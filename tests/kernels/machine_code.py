@@ -1,5 +1,5 @@
-"""Compiles a kernel, with what ptxas says of it, and looks into its machine code for mistakes of ptxas that
-no test without a GPU would notice.
+"""Compiles a kernel, with what ptxas says of it, and looks into its code for mistakes of compilers that no
+test without a GPU would notice.
 
 A 64-bit sum of uniform registers is two instructions: the low half leaves its carry in a predicate, the high
 half takes it. Where the addend has 32 bits, the high half has to take zero. ptxas 12.8 took the register of
@@ -31,6 +31,9 @@ from meshattn_kernels.bound import FUSED
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;")
 _LOW = re.compile(r"UIADD3 UR\d+, (UP\d), (UR\d+), \S+, URZ")
 _HIGH = re.compile(r"UIADD3\.X UR\d+, (UR\d+), \S+, URZ, (UP\d), !UPT")
+_NAME = re.compile(r"%[\w-]+")
+_BOUND = re.compile(r"(%[\w-]+) = ")
+_STORED = re.compile(r"ttg\.local_alloc (%[\w-]+)")
 _IN_PLACE = re.compile(r"UIADD3\.X (UR\d+), \1, (-?0x[0-9a-f]+), URZ, UP\d, !UPT")
 
 
@@ -52,6 +55,26 @@ def disassembled(cubin: bytes) -> str:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         return subprocess.run([nvdisasm, "-c", path], capture_output=True, text=True, check=True).stdout
+
+
+def stored_again(code: str) -> list[str]:
+    """Tensors that every round of a loop of Triton's GPU code writes to shared memory, though they are made
+    before it: triton 3.9 leaves q there, or k and v, where it may not move what does not change out of a
+    loop."""
+    found = []
+    loops: list[tuple[int, set[str]]] = []  # indentation, names made inside
+    for line in code.splitlines():
+        indentation = len(line) - len(line.lstrip())
+        if loops and line.lstrip().startswith("}") and indentation == loops[-1][0]:
+            loops.pop()
+        if loops:
+            stored = _STORED.search(line)
+            if stored and stored.group(1) not in loops[-1][1]:
+                found.append(line.strip())
+            loops[-1][1].update(_NAME.findall(line.split(" = ")[0]))
+        if " scf.for " in line:
+            loops.append((indentation, set(_BOUND.findall(line.split(" scf.for ")[1]))))
+    return found
 
 
 def wrong_addresses(code: str) -> list[str]:

@@ -78,6 +78,27 @@ def test_an_address_added_to_before_it_is_set_is_found(monkeypatch: pytest.Monke
     assert wrong_addresses("\n".join([code[0], ".L_x_1:", *code[1:]]))
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_a_loop_stores_again_is_found(monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    from machine_code import stored_again
+
+    made = "%k, %q = tt.split %x : tensor<64x64x2xbf16, #blocked>"
+    stored = "%q_1 = ttg.local_alloc %q : (tensor<64x64xbf16, #blocked>) -> !ttg.memdesc<64x64xbf16, #shared>"
+    code = f"""
+  tt.func public @kernel() {{
+    {"" if inside else made}
+    %acc:2 = scf.for %i = %first to %end step %c1 iter_args(%sum = %q) -> (tensor<64x64xbf16>) {{
+      {made if inside else ""}
+      %s = scf.if %needed -> (tensor<64x64xbf16, #blocked>) {{
+        {stored}
+      }}
+    }} {{loop}}
+    {stored.replace("q_1", "q_2")}
+  }}"""
+    assert stored_again(code) == ([] if inside else [stored])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"sm_{target}")

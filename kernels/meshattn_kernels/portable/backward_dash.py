@@ -91,6 +91,7 @@ def dash_kernel(
     KV_TILE: tl.constexpr,
     STAGES: tl.constexpr,
     SINGLE: tl.constexpr,
+    HOIST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
     BAND: tl.constexpr,
@@ -135,7 +136,7 @@ def dash_kernel(
         dq_head_ptr = dq_ptr + (batch * rows * heads + head) * D
         head_counters_ptr = counters_ptr + batch_head * query_tiles
 
-        for step in tl.range(first_step, first_step + num_steps, num_stages=STAGES, disable_licm=True):
+        for step in tl.range(first_step, first_step + num_steps, num_stages=STAGES, disable_licm=not HOIST):
             entry = tl.load(steps_ptr + step)
             query_tile = entry & TILE_MASK
             turn = entry >> TURN_SHIFT

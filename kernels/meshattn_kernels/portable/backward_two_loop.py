@@ -100,6 +100,7 @@ def dkdv_kernel(
     KV_TILE: tl.constexpr,
     STAGES: tl.constexpr,
     SINGLE: tl.constexpr,
+    HOIST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
     BAND: tl.constexpr,
@@ -143,7 +144,7 @@ def dkdv_kernel(
         n = tl.cast(0, tl.int64)
         step = 0
         # One stage less leaves its bounds of rows the shared memory that two thread blocks can have.
-        for _ in tl.range(0, masked * part_heads, num_stages=STAGES - HELD, disable_licm=True):
+        for _ in tl.range(0, masked * part_heads, num_stages=STAGES - HELD, disable_licm=not HOIST):
             r0 = masked_tile(step, first, full, full_end) * Q_TILE
             dk, dv, _ds = add_to_dkdv(
                 dk, dv, k, v, q_ptr + n * q_stride_h * STRIDE_UNIT, do_ptr + n * do_stride_h * STRIDE_UNIT,
@@ -158,7 +159,7 @@ def dkdv_kernel(
         whole = full_end - full
         n = tl.cast(0, tl.int64)
         tile = full
-        for _ in tl.range(0, whole * part_heads, num_stages=STAGES, disable_licm=True):
+        for _ in tl.range(0, whole * part_heads, num_stages=STAGES, disable_licm=not HOIST):
             r0 = tile * Q_TILE
             dk, dv, _ds = add_to_dkdv(
                 dk, dv, k, v, q_ptr + n * q_stride_h * STRIDE_UNIT, do_ptr + n * do_stride_h * STRIDE_UNIT,
@@ -240,6 +241,7 @@ def dq_kernel(
     KV_TILE: tl.constexpr,
     STAGES: tl.constexpr,
     SINGLE: tl.constexpr,
+    HOIST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
     BAND: tl.constexpr,
@@ -274,13 +276,13 @@ def dq_kernel(
         if HELD:
             q = in_registers(q, PADDED_D, SINGLE)
             do = in_registers(do, PADDED_D_V, SINGLE)
-        for tile in tl.range(full, full_end, num_stages=STAGES, disable_licm=True):
+        for tile in tl.range(full, full_end, num_stages=STAGES, disable_licm=not HOIST):
             dq = add_to_dq(
                 dq, q, do, exponent, delta, k_ptr, v_ptr, words, tile * KV_TILE, start, stop, n_k,
                 exponent_scale, cap_scale, keep_scale, dropout,
                 K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, SOFTCAP, DROPOUT, False,
             )  # fmt: skip
-        for n in tl.range(0, full - first + end - full_end, num_stages=STAGES, disable_licm=True):
+        for n in tl.range(0, full - first + end - full_end, num_stages=STAGES, disable_licm=not HOIST):
             t0 = masked_tile(n, first, full, full_end) * KV_TILE
             dq = add_to_dq(
                 dq, q, do, exponent, delta, k_ptr, v_ptr, words, t0, start, stop, n_k,

@@ -73,6 +73,7 @@ def forward_kernel(
     KV_TILE: tl.constexpr,
     STAGES: tl.constexpr,
     SINGLE: tl.constexpr,
+    HOIST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
     BAND: tl.constexpr,
@@ -124,13 +125,13 @@ def forward_kernel(
         q = load_tile(q_ptr, r0, n_q, Q_STRIDE, Q_TILE, D, PADDED_D)
         if HELD:
             q = in_registers(q, PADDED_D, SINGLE)
-        for tile in tl.range(full, full_end, num_stages=STAGES, disable_licm=True):
+        for tile in tl.range(full, full_end, num_stages=STAGES, disable_licm=not HOIST):
             acc, maximum, total = attend(
                 acc, maximum, total, q, k_ptr, v_ptr, words, tile * KV_TILE, start, stop, n_k, exponent_scale,
                 cap_scale, dropout,
                 K_STRIDE, V_STRIDE, D, D_V, PADDED_D, PADDED_D_V, KV_TILE, SINGLE, SOFTCAP, DROPOUT, False,
             )  # fmt: skip
-        for n in tl.range(0, full - first + end - full_end, num_stages=STAGES, disable_licm=True):
+        for n in tl.range(0, full - first + end - full_end, num_stages=STAGES, disable_licm=not HOIST):
             t0 = masked_tile(n, first, full, full_end) * KV_TILE
             acc, maximum, total = attend(
                 acc, maximum, total, q, k_ptr, v_ptr, words, t0, start, stop, n_k, exponent_scale,

@@ -192,7 +192,7 @@ def stride_unit(*tensors: Tensor) -> int:
 
 def constants(tiles: Tiling, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> tuple[int | bool, ...]:
     """The compile-time arguments that all kernels begin with: STRIDE_UNIT, strides of rows, D, D_V, PADDED_D,
-    PADDED_D_V, Q_TILE, KV_TILE, STAGES, SINGLE.
+    PADDED_D_V, Q_TILE, KV_TILE, STAGES, SINGLE, HOIST.
 
     The strides of rows follow from the layout of a model, not from a sequence, so that they cost few
     compilations; as constants they save registers and address arithmetic in every step.
@@ -208,6 +208,7 @@ def constants(tiles: Tiling, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> tu
         tiles.kv_tile,
         tiles.stages,
         q.dtype == torch.float32,
+        hoists(q.dtype, capability_of(q.device)),
     )
 
 
@@ -222,6 +223,15 @@ def padded_dims(head_dim: int, head_dim_v: int, capability: Capability | None) -
         least = min(64, max(width, width_v))
         width, width_v = max(width, least), max(width_v, least)
     return width, width_v
+
+
+def hoists(dtype: torch.dtype, capability: Capability | None) -> bool:
+    """Whether the compiler is to move out of loops what does not change in them.
+
+    It takes registers. But where products read registers alone, triton 3.9 would otherwise write q, or k and
+    v, to shared memory anew in every step; those of 16-bit numbers of sm_90 and sm_100 read what lies there.
+    """
+    return dtype == torch.float32 or capability is None or capability[0] not in (9, 10)
 
 
 @cache
