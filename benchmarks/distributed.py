@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from across_ranks.rank_check import Wrong, check, oracle
 from across_ranks.rank_contenders import (
+    Awake,
     Captured,
     Case,
     Contender,
@@ -119,6 +120,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="on these transports, and without transfers and on one GPU: our passes as CUDA graphs, too",
     )
     parser.add_argument("--one-gpu", action="store_true", help="also one rank alone with as much work")
+    parser.add_argument(
+        "--awake",
+        action="store_true",
+        help="what moves nothing also with the links between GPUs kept awake (needs symmetric, too)",
+    )
     parser.add_argument("--torch", nargs="+", default=[], choices=("cudnn", "flash"), help="torch's own")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--turn-ms", type=float, default=60.0, help="about how long a turn runs")
@@ -132,6 +138,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--head-axis is for all tiles: name those with a head axis as WxAxB in --tile")
     if options.topology and "auto" not in options.tile:
         parser.error("--topology is what auto plans for: add --tile auto")
+    if options.awake and "symmetric" not in options.transport:
+        parser.error("--awake keeps links awake by copy engines: add --transport symmetric")
     if missing := set(options.graph or ()) - set(options.transport):
         parser.error(f"--graph {' '.join(sorted(missing))}: name it in --transport, too")
     return options
@@ -162,6 +170,12 @@ def _measure(
             if contender.name != "one GPU" and contender.name.split(" ")[1] not in kinds:
                 continue
             contenders.append(Captured(contender))
+            flop[contenders[-1].name] = flop[contender.name]
+    connected = next((contender.mesh for (_, kind), contender in ours.items() if kind == "symmetric"), None)
+    if options.awake and connected is not None:
+        still = [contender for (_, kind), contender in ours.items() if kind == "skipped"]
+        for contender in [*still, *([] if single is None else [single])]:
+            contenders.append(Awake(contender, connected))
             flop[contenders[-1].name] = flop[contender.name]
     for backend in options.torch:
         peer = TorchContextParallel(backend, case, device)

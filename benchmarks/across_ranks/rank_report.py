@@ -28,9 +28,11 @@ INTRO = (
     "limit, the two agree. WxAxB is a head axis of W ranks around the tile AxB, and a number behind the "
     "transport says into how many groups its heads are split, if not what auto takes. Plain is the same tile "
     "over send and receive as PyTorch gives them: no stream of high priority, no head start, no room on the "
-    "GPU. The peak is what both passes take beyond q, k, v and do; its formula has the buffers, out with its "
-    "lse and delta, and the gradients or what the kernel keeps for itself. Every tile was checked on every "
-    "transport against float64 dense attention first."
+    "GPU. Awake is the same beside pushes of 16 MiB in every pass, for which nothing waits: they keep the "
+    "links between the GPUs awake, which takes power that kernels have as long as nothing moves. The peak is "
+    "what both passes take beyond q, k, v and do; its formula has the buffers, out with its lse and delta, "
+    "and the gradients or what the kernel keeps for itself. Every tile was checked on every transport "
+    "against float64 dense attention first."
 )
 
 
@@ -52,6 +54,15 @@ def _base(name: str, turns: dict[str, list[Turn]]) -> str | None:
     tile, kind, *_ = f"{name} ".split(" ")
     bases = (f"{tile} skipped graph", f"{tile} skipped")
     return next((base for base in bases if base in turns and kind != "skipped"), None)
+
+
+def awake_bases(name: str, turns: dict[str, list[Turn]]) -> tuple[str | None, str | None]:
+    """For a tile with transfers: the same without them, and one GPU, while links are awake, where timed."""
+    tile, kind, *more = f"{name} ".split(" ")
+    if tile == "torch" or kind in ("skipped", "GPU") or more != [""]:
+        return None, None
+    found = [base if base in turns else None for base in (f"{tile} skipped awake", "one GPU awake")]
+    return found[0], found[1]
 
 
 def of_plain(turns: dict[str, list[Turn]], name: str, step: str) -> float | None:
@@ -93,7 +104,7 @@ def table_of(result: Result) -> str:
             exposed += [f"{x.median / spent:.1%}" for x, spent in zip(lost, took, strict=True)]
         share = ""
         if limit := _alone(name, result.turns):
-            share = f"{_rate(result, name, 'both') / _rate(result, limit, 'both'):.3f}"
+            share = f"{_of(result, name, limit):.3f}"
         sent = result.sent.get(name, {})
         rows.append(
             [
@@ -119,6 +130,16 @@ def _of_memory(memory: Memory | None) -> list[str]:
     return [_mib(memory.buffers), *peak]
 
 
+def _exposed(turns: dict[str, list[Turn]], name: str, base: str, step: str) -> float:
+    """What a contender takes beyond another one, as a part of what that takes."""
+    return statistics.median(beyond(turns, name, base, step)) / statistics.median(column(turns[base], step))
+
+
+def _of(result: Result, name: str, limit: str, step: str = "both") -> float:
+    """TFLOP/s of one contender as a part of another's."""
+    return _rate(result, name, step) / _rate(result, limit, step)
+
+
 def _sentences(result: Result) -> list[str]:
     """What stands in no table."""
     said = [f"{name} could not run: {why}" for name, why in result.absent.items()]
@@ -127,6 +148,12 @@ def _sentences(result: Result) -> list[str]:
         if found:
             parts = ", ".join(f"{part:.2f} of {step}" for part, step in zip(found, PASSES, strict=True))
             said.append(f"Of what plain exposes, {name} exposes {parts}.")
+        still, limit = awake_bases(name, result.turns)
+        if still is not None:
+            shares = [_exposed(result.turns, name, still, step) for step in PASSES]
+            parts = ", ".join(f"{part:.1%} of {step}" for part, step in zip(shares, PASSES, strict=True))
+            of_one = "" if limit is None else f", {_of(result, name, limit):.3f} of one GPU"
+            said.append(f"Beside kernels whose GPUs have their links awake, {name} exposes {parts}{of_one}.")
     return said
 
 
@@ -190,17 +217,25 @@ def _records(result: Result) -> list[Record]:
             records.append(Record("distributed", label, f"{step} ms", timing.median, spread=timing.spread))
             peer, ratio = None, None
             if (limit := _alone(name, result.turns)) and name != limit:
-                peer, ratio = limit, _rate(result, name, step) / _rate(result, limit, step)
+                peer, ratio = limit, _of(result, name, limit, step)
             rate = _rate(result, name, step)
             records.append(Record("distributed", label, f"{step} TFLOP/s per rank", rate, peer, ratio))
             if base is not None:
                 lost = statistics.median(beyond(result.turns, name, base, step))
-                share = lost / statistics.median(column(result.turns[base], step))
+                share = _exposed(result.turns, name, base, step)
                 records.append(
                     Record("distributed", label, f"{step} exposed ms", lost, "without transfers", share)
                 )
                 if (ratio := of_plain(result.turns, name, step)) is not None:
                     records.append(Record("distributed", label, f"{step} exposed ms", lost, "plain", ratio))
+            still, limit = awake_bases(name, result.turns)
+            if still is not None:
+                lost = statistics.median(beyond(result.turns, name, still, step))
+                share = _exposed(result.turns, name, still, step)
+                records.append(Record("distributed", label, f"{step} exposed ms", lost, still, share))
+            if limit is not None:
+                ratio = _of(result, name, limit, step)
+                records.append(Record("distributed", label, f"{step} TFLOP/s per rank", rate, limit, ratio))
         for step in DIRECTIONS:
             if ratios := against_ring(result, name, step):
                 for metric, value in (("time", ratios.time.median), ("bytes", ratios.sent)):
