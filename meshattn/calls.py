@@ -24,7 +24,7 @@ from meshattn.masks import BlockMasks
 from meshattn.mesh import AttentionMesh
 from meshattn.options import Options, check_kernel_name, check_options, check_seed
 from meshattn.plan.assignment import Tile
-from meshattn.plan.cost import CallShape, pays_to_share
+from meshattn.plan.cost import CallShape, costs, delay_units, room_for
 from meshattn.plan.heads import inner_shape
 from meshattn.plan.route import route
 from meshattn.plan.schedule import Direction
@@ -33,7 +33,7 @@ from meshattn.sequence import ShardedSequence
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
 from meshattn_kernels.rules import REPEATABLE
-from meshattn_kernels.sharing import among, leave_room, takes_parts
+from meshattn_kernels.sharing import among, delay_some, leave_room, takes_parts
 
 _LONG_BLOCK = 1e12  # floating-point operations, 2 ms on a fast GPU: ten times what enqueueing a block takes
 _KEPT_CALLS = 32  # kinds of calls on one sequence that are not checked again: those of all layers of a model
@@ -235,7 +235,13 @@ def _plan_pass(
     taken = route(direction, shape, tile, masks.visibility, mesh.chunk, cuts=cuts, pace=pace)
     transports = mesh.transports(tile, device, taken.paths)
     crowd = max(transport.multiprocessors for transport in transports.values())
-    shares = mesh.connection.sharers == 1 and pays_to_share(direction, shape, tile, pace)
+    room = room_for(direction, shape, tile, pace) if mesh.connection.sharers == 1 else "none"
+
+    def beside(moving: int, block: int) -> AttentionKernel:
+        if room == "all along":
+            return leave_room(kernel, device, crowd)
+        return delay_some(kernel, device, crowd, delay_units(moving, block)) if room == "at first" else kernel
+
     return Program(
         rank=mesh.chunk,
         owners=mesh.owners,
@@ -245,5 +251,6 @@ def _plan_pass(
         transports=transports,
         intervals=masks.block,
         kernel=kernel,
-        crowded_kernel=leave_room(kernel, device, crowd) if shares else kernel,
+        beside=beside,
+        costs=costs(direction, shape, pace),
     )

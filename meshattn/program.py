@@ -16,7 +16,7 @@ from meshattn.dropout import DropoutRule
 from meshattn.packing import Field, Packing
 from meshattn.plan.assignment import Assignment, Axis
 from meshattn.plan.hops import Hops
-from meshattn.plan.schedule import AXIS, Block, Merge, Payload, Schedule, Transfer
+from meshattn.plan.schedule import AXIS, Block, Costs, Merge, Payload, Schedule, Transfer
 from meshattn.recording import Recorder
 from meshattn.transport.base import Message, Transport
 from meshattn_kernels import AttentionKernel, Intervals
@@ -59,17 +59,21 @@ class Program:
     transports: Mapping[str, Transport]  # by axis
     intervals: Callable[[int, int], Intervals]  # of (query chunk, key chunk)
     kernel: AttentionKernel
-    crowded_kernel: AttentionKernel  # for blocks beside transfers that take multiprocessors
+    beside: Callable[[int, int], AttentionKernel]
+    """The kernel for a block beside transfers that take multiprocessors: of the costs of what is still to
+    move and of the block."""
+    costs: Costs
 
     @cached_property
     def steps(self) -> tuple[Work, ...]:
         """The steps of the list, in order."""
-        crowding: set[int] = set()  # transfers under way that take multiprocessors from the kernels
+        crowding: dict[int, int] = {}  # what is left of transfers that take multiprocessors, by number
         arrived: set[int] = set()
         releases: dict[int, list[int]] = {}
         steps = []
         for number, step in enumerate(self.schedule.steps):
-            crowding.difference_update(step.waits)
+            for waited in step.waits:
+                crowding.pop(waited, None)
             merges = tuple(merge for merge in step.merges if merge.transfer in arrived)
             moves = tuple(self._move(number, transfer) for transfer in step.transfers)
             for move in moves:
@@ -77,14 +81,16 @@ class Program:
                 if move.receives:
                     arrived.add(move.transfer.number)
                 if move.transport.multiprocessors and (move.sends or move.receives):
-                    crowding.add(move.transfer.number)
-            kernel = self.crowded_kernel if crowding else self.kernel
-            masks = [(block, self.intervals(*self.chunks(block))) for block in step.blocks]
-            blocks = tuple(
-                (block, intervals, of_part(kernel, block.part, block.parts))
-                for block, intervals in masks
-                if not intervals.is_empty
-            )
+                    crowding[move.transfer.number] = self.costs.of(move.transfer.payload)
+            blocks: list[tuple[Block, Intervals, AttentionKernel]] = []
+            for block in step.blocks:
+                intervals = self.intervals(*self.chunks(block))
+                if intervals.is_empty:
+                    continue
+                cost = self.costs.of_block(block.parts)
+                kernel = self.beside(max(crowding.values()), cost) if crowding else self.kernel
+                crowding = {number: left - cost for number, left in crowding.items()}
+                blocks.append((block, intervals, of_part(kernel, block.part, block.parts)))
             moving = dict.fromkeys(move.transport for move in moves if move.sends or move.receives)
             steps.append(
                 Work(
@@ -92,7 +98,7 @@ class Program:
                     merges=merges,
                     moves=moves,
                     beside=tuple(moving) if blocks else (),
-                    blocks=blocks,
+                    blocks=tuple(blocks),
                     releases=tuple(releases.pop(number, ())),
                 )
             )

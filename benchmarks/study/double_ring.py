@@ -25,7 +25,7 @@ def double_ring(direction: Direction, shape: CallShape, ranks: int, topology: To
     cut = Cut(1, Tile(inner, ranks // inner))
     placement = Placement(cut, ("row", "col", "heads"), topology.gpus_per_node, topology.gpus_per_nic)
     entries = tuple(_entries(direction, shape, cut.tile, topology))
-    return Script(f"{direction}, double ring of {ranks}", placement, entries, shares=True)
+    return Script(f"{direction}, double ring of {ranks}", placement, entries, room="all along")
 
 
 def _entries(direction: Direction, shape: CallShape, tile: Tile, topology: Topology) -> Iterator[Entry]:

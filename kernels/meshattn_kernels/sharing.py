@@ -19,6 +19,21 @@ def leave_room(kernel: AttentionKernel, device: torch.device, multiprocessors: i
     return kernel if multiprocessors == 0 else _limited(kernel, device, 1, multiprocessors)
 
 
+def delay_some(
+    kernel: AttentionKernel, device: torch.device, multiprocessors: int, units: int
+) -> AttentionKernel:
+    """The kernel with less to do in its forward for the last of its workers, one for each of so many
+    multiprocessors, with the same bits: others hold these multiprocessors when it starts, for so many 64ths
+    of the time that it takes on all.
+
+    It wants them in the end, so it does not end before the others do. In a backward, whose workers wait for
+    each other, those that come late hold up all. Kernels without a field ``delay`` come back as they are.
+    """
+    if not multiprocessors or not units or device.type != "cuda" or not hasattr(kernel, "delay"):
+        return kernel
+    return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), delay=(multiprocessors, units)))
+
+
 def among(
     kernel: AttentionKernel, device: torch.device, ranks: int, multiprocessors: int = 0
 ) -> AttentionKernel:

@@ -14,6 +14,7 @@ are left out. The tests hold these against the sum over the transfers of the lis
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from .assignment import Axis, Tile, tiles
 from .hops import Hops, Reach, Visibility
@@ -26,6 +27,8 @@ from .schedule import AXIS, INWARD, Channels, Costs, Direction, Payload, Slots, 
 FLOPS_PER_BYTE = 2000
 # What a block computed in two parts costs: one more launch, and workers that have nothing to do at its end.
 CUT_BYTES = 8 * 2**20
+# How many times as long as it should a transfer is taken to hold multiprocessors that a long block wants.
+LONGER = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +224,33 @@ def costs(direction: Direction, shape: CallShape, pace: Pace = NOMINAL) -> Costs
     )
 
 
-def pays_to_share(direction: Direction, shape: CallShape, tile: Tile, pace: Pace = NOMINAL) -> bool:
-    """Whether blocks beside a transfer that takes an eighth of the GPU should leave it to the transfer.
+Room = Literal["all along", "at first", "none"]
+"""What a block leaves to a transfer beside it that takes an eighth of the GPU: that eighth all along; that
+eighth until the transfer should have ended; nothing, so that workers that find no place begin when the
+transfer has ended."""
 
-    A kernel that wants the whole GPU ends later by the time of the transfer, one that leaves an eighth by an
-    eighth of its own time.
+
+def room_for(direction: Direction, shape: CallShape, tile: Tile, pace: Pace = NOMINAL) -> Room:
+    """What blocks leave to transfers.
+
+    All along costs a block an eighth of its time: too much for long ones. Workers of a backward wait for each
+    other, so that they gain nothing if those that begin late have less to do (measured: they lose).
     """
     cost = costs(direction, shape, pace)
     moving = [cost.row_in, cost.row_out] if tile.a > 1 else []
     moving += [cost.col_in, cost.col_out] if tile.b > 1 else []
-    return cost.block < 8 * max(moving, default=0)
+    if cost.block < 8 * max(moving, default=0):
+        return "all along"
+    return "at first" if direction == "forward" else "none"
+
+
+def delay_units(moving: int, block: int) -> int:
+    """For so many 64ths of a long block a transfer holds its multiprocessors.
+
+    Taken for longer than it should be: workers that begin later than expected hold up the whole block, and
+    those that could have begun sooner leave an eighth of the GPU idle.
+    """
+    return min(64, -(-64 * LONGER * max(0, moving) // block))
 
 
 def message_bytes(direction: Direction, shape: CallShape) -> dict[tuple[Axis, Way], int]:

@@ -17,7 +17,7 @@ from .cost import (
     costs,
     message_bytes,
     payload_bytes,
-    pays_to_share,
+    room_for,
 )
 from .greedy import build
 from .heads import inner_shape
@@ -69,7 +69,7 @@ def pass_script(
         name=f"{direction}, {cut}, {', '.join(order)}",
         placement=placement,
         entries=entries,
-        shares=pays_to_share(direction, whole, cut.tile, pace),
+        room=room_for(direction, whole, cut.tile, pace),
     )
 
 

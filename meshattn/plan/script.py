@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .cost import Room
 from .placement import MeshAxis, Placement
 
 PerRank = tuple[float, ...]
@@ -66,13 +67,12 @@ Entry = Kernel | Exchange | Wait | Free
 
 @dataclass(frozen=True)
 class Script:
-    """One pass on all ranks. ``shares``: kernels leave room for exchanges that take multiprocessors, instead
-    of waiting for their end."""
+    """One pass on all ranks. ``room`` is what kernels leave to exchanges that take multiprocessors."""
 
     name: str
     placement: Placement
     entries: tuple[Entry, ...]
-    shares: bool
+    room: Room
 
     @property
     def num_exchanges(self) -> int:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
+from .cost import LONGER
 from .placement import MeshAxis
 from .script import Exchange, Kernel, Script, Slot, Wait
 from .topology import Link, Topology
@@ -234,12 +235,13 @@ class _Run:
         us = self._of_kinds(entry.us) if isinstance(entry.us, tuple) else (entry.us,) * self.size
         taken = max((stream.sm_share for stream in self.crowding.values()), default=0.0)
         if taken and not entry.steady:
-            if self.script.shares:
+            left = [self._left(rank) for rank in range(self.size)]
+            if self.script.room == "all along":
                 us = tuple(each / (1 - taken) for each in us)
-            else:  # a kernel that wants the whole GPU begins when the exchanges have ended
-                for number, stream in self.crowding.items():
-                    if stream.sm_share:
-                        self._pass(number, us)
+            elif self.script.room == "at first":
+                us = tuple(k and max(k + LONGER * taken * x, x) for k, x in zip(us, left, strict=True))
+            else:
+                us = tuple(k and k + x for k, x in zip(us, left, strict=True))
         host = self.host
         if self.record:
             for rank, (now, each) in enumerate(zip(self.now, us, strict=True)):
@@ -303,10 +305,10 @@ class _Run:
         self.now = _later(self.now, done)
         self.crowding.pop(entry.number, None)
 
-    def _pass(self, number: int, us: Sequence[float]) -> None:
-        """Ranks that have a kernel come to the end of an exchange."""
-        done = self.done[number]
-        self.now = [max(now, done[rank]) if us[rank] else now for rank, now in enumerate(self.now)]
+    def _left(self, rank: int) -> float:
+        """Time until the exchanges of a rank have ended that take multiprocessors."""
+        ends = (self.done[number][rank] for number, stream in self.crowding.items() if stream.sm_share)
+        return max(0.0, max(ends) - max(self.now[rank], self.host))
 
 
 def _later(some: Sequence[float], others: Sequence[float]) -> list[float]:

@@ -48,8 +48,9 @@ def test_every_block_of_rows_meets_all_its_keys(
     for (_, _, _, number), (first, count) in alone.items():
         last = min(keys, (number + 1) * block, rows) if causal else keys
         assert (first, count) == (0, -(-last // 128))
-    _, others, joined = plans.forward_tasks(band, plans.replace(call, workers=7), block)
-    assert sorted(others) == sorted(tasks) and joined == joins
+    for changed in (plans.replace(call, workers=7), plans.replace(call, delay=(16, 40))):
+        _, others, joined = plans.forward_tasks(band, changed, block)
+        assert sorted(others) == sorted(tasks) and joined == joins
 
 
 def test_the_last_tasks_of_a_full_mask_end_together() -> None:
@@ -60,6 +61,16 @@ def test_the_last_tasks_of_a_full_mask_end_together() -> None:
     tiles = [sum(task[5] for task in tasks[a:b]) for a, b in pairwise(starts)]
     fair = heads * (rows // 128) ** 2 / workers
     assert max(tiles) < 1.01 * fair < (rows // 128) * -(-heads * (rows // 128) // workers)
+
+
+def test_workers_that_begin_late_have_so_much_less_to_do_and_end_with_the_others() -> None:
+    rows, workers, late, units = 16384, 132, 16, 24
+    call = plans.Call(0, workers, 1, 16, 16, rows, rows, 128, 128, True, None, delay=(late, units))
+    starts, tasks, _ = plans.forward_tasks(BandIntervals(0, UNBOUNDED, rows, rows), call, 128)
+    work = [sum(task[5] + plans.TASK_COST for task in tasks[a:b]) for a, b in pairwise(starts)]
+    behind = sum(work) / workers * units / 64
+    ends = [*work[:-late], *(behind + each for each in work[-late:])]
+    assert max(ends) < 1.01 * sum(ends) / workers
 
 
 @pytest.mark.parametrize(

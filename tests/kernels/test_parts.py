@@ -13,7 +13,7 @@ from cases import Shape, make_inputs
 from meshattn_kernels import AttentionKernel, BandIntervals, get_kernel
 from meshattn_kernels.contract import ACCUMULATOR_KINDS, accumulator_dtype, new_accumulator
 from meshattn_kernels.intervals import UNBOUNDED
-from meshattn_kernels.sharing import heads_of, of_part, takes_parts
+from meshattn_kernels.sharing import delay_some, heads_of, of_part, takes_parts
 
 on_hopper = [
     pytest.mark.gpu,
@@ -86,6 +86,19 @@ def test_parts_are_the_block_and_leave_other_heads_alone(name: str, shape: Shape
             heads = _heads_of(kind, x, first[kind][x], shape)
             cut = len(heads) * mine // shape.H_kv
             assert not heads[:cut].isnan().any() and heads[cut:].isnan().all(), f"{x}: other heads"
+
+
+@each_kernel
+def test_workers_told_to_begin_late_change_no_bit(name: str, shape: Shape) -> None:
+    kernel, run = _run(name, shape)
+    if not hasattr(kernel, "delay"):
+        assert delay_some(kernel, torch.device("cuda", 0), 16, 20) is kernel
+        return
+    whole = run([kernel])
+    for units in (1, 20, 64):
+        late = run([delay_some(kernel, torch.device("cuda", 0), 16, units)])
+        for kind, accs in whole.items():
+            assert all(torch.equal(late[kind][x], expected) for x, expected in accs.items()), (kind, units)
 
 
 @each_kernel

@@ -21,7 +21,7 @@ def played(gpus_per_node: int, tile: Tile, *entries: Entry, copy_engines: bool =
     topology = cluster(gpus_per_node, inside=1.0, between=1.0, latency_us=1.0, copy_engines=copy_engines)
     topology = replace(topology, between=replace(topology.across, copy_engines=copy_engines))
     placement = Placement(Cut(1, tile), ("row", "col", "heads"), gpus_per_node)
-    timeline = run(Script("by hand", placement, entries, shares=False), topology)
+    timeline = run(Script("by hand", placement, entries, room="none"), topology)
     return [timeline.end_us[kind] for kind in timeline.kind]
 
 

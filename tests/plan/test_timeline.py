@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshattn.plan import Direction, Tile, payload_bytes
 from meshattn.plan.block_cost import Mask, block_times
+from meshattn.plan.cost import LONGER
 from meshattn.plan.links import link_use
 from meshattn.plan.passes import pass_script
 from meshattn.plan.placement import Cut
-from meshattn.plan.script import Exchange, Kernel
+from meshattn.plan.script import Exchange, Kernel, Wait
 from meshattn.plan.timeline import run
 from meshattn.plan.trace import trace_events, write_trace
 from plan.emulation import CUTS, DIRECTIONS, emulate, triangle
@@ -131,6 +133,20 @@ def test_exchanges_that_take_multiprocessors_slow_the_kernels_beside_them() -> N
     assert max(taken.compute_us) <= max(free.compute_us) / 0.8 + 1e-9
     inside = emulate("forward", cut, cluster(8, sm_share=0.2))
     assert inside.total_us == emulate("forward", cut, cluster(8)).total_us
+
+
+def test_long_kernels_beside_such_exchanges_lose_in_proportion_to_the_exchange() -> None:
+    """And not to themselves; nor do they end before it. If they leave it no room, all that it takes."""
+    topology, shape = cluster(1, between=40.0, sm_share=0.1), call(500)
+    script = pass_script("forward", shape, Cut(1, Tile(1, 2)), topology)
+    (exchange,) = (each for each in script.entries if isinstance(each, Exchange))
+    hop = exchange.num_bytes / 40e3
+    for kernel, expected in ((20 * hop, 20 * hop + LONGER * 0.1 * hop), (hop / 9, hop)):
+        entries = exchange, Kernel("block", kernel), Wait(exchange.number)
+        timeline = run(replace(script, entries=entries, room="at first"), topology)
+        assert timeline.total_us == pytest.approx(expected)
+        timeline = run(replace(script, entries=entries, room="none"), topology)
+        assert timeline.total_us == pytest.approx(kernel + hop)
 
 
 def test_a_host_that_is_too_slow_rules_the_time() -> None:

@@ -16,12 +16,14 @@ from distributed import assert_equals_oracle, run_cases
 from mesh_cases import Case
 from meshattn import calls
 from meshattn.plan.assignment import Tile
-from meshattn.plan.cost import CallShape, pays_to_share
+from meshattn.plan.cost import CallShape, Room, costs, delay_units, room_for
+from meshattn.plan.schedule import Direction
 from meshattn.transport.threads import ThreadTransport
 from meshattn_kernels.reference import ReferenceKernel
-from meshattn_kernels.sharing import among, leave_room
+from meshattn_kernels.sharing import among, delay_some, leave_room
 
 CUDA = torch.device("cuda", 0)
+DIRECTIONS: dict[Direction, Room] = {"forward": "at first", "backward": "none"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,18 @@ def test_a_kernel_leaves_room_where_it_can(monkeypatch: pytest.MonkeyPatch) -> N
         assert leave_room(*same) is same[0]
 
 
+def test_a_kernel_is_told_which_workers_begin_late_where_it_can_be() -> None:
+    @dataclass(frozen=True)
+    class Told(ReferenceKernel):
+        delay: tuple[int, int] = (0, 0)
+
+    assert delay_some(Told(), CUDA, 16, 9) == Told(delay=(16, 9))
+    plain = ReferenceKernel()
+    assert delay_some(plain, CUDA, 16, 9) is plain
+    for same in ((Told(), CUDA, 0, 9), (Told(), CUDA, 16, 0), (Told(), torch.device("cpu"), 16, 9)):
+        assert delay_some(*same) is same[0]
+
+
 def test_ranks_that_share_a_gpu_share_its_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -57,9 +71,48 @@ def test_long_blocks_take_all_and_short_ones_share() -> None:
     def shape(rows: int) -> CallShape:
         return CallShape(1, rows, 16, 16, 128, 128, 2, 4, 4, causal=True)
 
-    assert pays_to_share("forward", shape(2048), Tile(1, 2))
-    assert not pays_to_share("forward", shape(2**20), Tile(1, 2))
-    assert not pays_to_share("forward", shape(2048), Tile(1, 1)), "nothing moves"
+    for direction, long in DIRECTIONS.items():
+        assert room_for(direction, shape(2048), Tile(1, 2)) == "all along"
+        assert room_for(direction, shape(2**20), Tile(1, 2)) == long
+        assert room_for(direction, shape(2048), Tile(1, 1)) == long, "nothing moves"
+
+
+def test_a_transfer_takes_part_of_a_long_block_and_never_more_than_all() -> None:
+    shape = CallShape(1, 32768, 16, 16, 128, 128, 2, 4, 4, causal=True)
+    cost = costs("forward", shape)
+    units = delay_units(cost.of("kv"), cost.block)
+    assert 64 * cost.of("kv") / cost.block < units < 64 * cost.of("kv") / cost.block * 3
+    assert delay_units(0, cost.block) == delay_units(-5, cost.block) == 0
+    assert delay_units(cost.block, cost.block) == 64
+
+
+def test_what_a_long_block_counts_on_is_what_blocks_before_it_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[int, int]] = []
+
+    def units(moving: int, block: int) -> int:
+        told.append((moving, block))
+        return delay_units(moving, block)
+
+    monkeypatch.setattr(ThreadTransport, "multiprocessors", 16)
+    monkeypatch.setattr(calls, "room_for", lambda *_: "at first")
+    monkeypatch.setattr(calls, "delay_units", units)
+    case = Case(Tile(2, 2), Shape(B=1, S=203, H=2, H_kv=2, D=8), causal=False)
+    (by_rank,) = run_cases([case], kernel="reference")
+    assert_equals_oracle(case, by_rank)
+    moved = {
+        cost.of(payload)
+        for direction, payloads in (
+            ("forward", ("q", "kv", "out")),
+            ("backward", ("bundle", "kv", "dq", "dkv")),
+        )
+        for cost in [costs(direction, CallShape(1, 51, 2, 2, 8, 8, 8, 8, 8, causal=False))]
+        for payload in payloads
+    }
+    assert told and {moving for moving, _ in told} <= moved | {
+        moving - block for moving in moved for _, block in told
+    }
 
 
 @pytest.mark.parametrize("tile", [Tile(1, 3), Tile(2, 2), Tile(1, 1)], ids=str)

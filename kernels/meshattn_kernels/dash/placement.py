@@ -20,6 +20,12 @@ TASK_COST = 2
 PART_COST = 2
 """What a task costs more, in steps, when its dk, dv are a part of a sum over tasks, which is read again."""
 
+DELAY_UNITS = 64
+Delay = tuple[int, int]
+"""How many workers, the last ones, begin late because others hold their multiprocessors, and by how much: in
+64ths of the time that all jobs take on all workers."""
+NO_DELAY: Delay = (0, 0)
+
 
 def even_groups(units: int, in_flight: int) -> list[tuple[int, int]]:
     """Bounds of the fewest groups of at most ``in_flight`` units; sizes differ by one at most."""
@@ -59,9 +65,13 @@ def job_costs(walks: Walks, heads_of_unit: int, parts: bool) -> list[int]:
     return total
 
 
-def place(costs: Sequence[float], workers: int) -> tuple[list[int], float]:
+def place(costs: Sequence[float], workers: int, delay: Delay = NO_DELAY) -> tuple[list[int], float]:
     """Worker of each launch and the makespan, when the worker that is free first takes the next one."""
-    free: list[tuple[float, int]] = [(0, worker) for worker in range(workers)]
+    number, share = delay
+    begin = sum(costs) * share / (DELAY_UNITS * workers)
+    free: list[tuple[float, int]] = [
+        (0 if worker < max(1, workers - number) else begin, worker) for worker in range(workers)
+    ]
     owner = []
     for cost in costs:
         time, worker = free[0]

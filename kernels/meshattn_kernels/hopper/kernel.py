@@ -26,6 +26,7 @@ from meshattn_kernels.contract import (
     rows_first,
     written_finished,
 )
+from meshattn_kernels.dash.placement import NO_DELAY, Delay
 from meshattn_kernels.device import multiprocessors, on_device
 from meshattn_kernels.dispatch import check_call
 from meshattn_kernels.hopper.bind import bind_backward, bind_forward, finished_dkv, finished_dq
@@ -56,12 +57,14 @@ class HopperKernel:
     deterministic       False adds dq in no order, as a control for measurements.
     schedule            name of a backward schedule of ``dash``; None is the default of the shape.
     part                see ``sharing.of_part``.
+    delay               see ``sharing.delay_some``.
     """
 
     workers: int | None = None
     deterministic: bool = True
     schedule: str | None = None
     part: tuple[int, int] = (0, 1)
+    delay: Delay = NO_DELAY
 
     name: ClassVar[str] = "hopper"
     writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset({"out", "dkv"})
@@ -110,7 +113,7 @@ class HopperKernel:
         key = (
             *[(x.data_ptr(), x.shape, x.stride()) for x in (q, k, v)],
             out.data_ptr(), lse.data_ptr(), q.dtype, out.dtype, q.get_device(),
-            _identity_of(intervals), softmax_scale, first, self.workers, self.part,
+            _identity_of(intervals), softmax_scale, first, self.workers, self.part, self.delay,
         )  # fmt: skip
         known = _forwards.get(key)
         if known is None:  # what follows is settled by the key: it need not be looked at again
@@ -201,7 +204,7 @@ class HopperKernel:
             raise ValueError(f"workers is {self.workers}, but {q.device} has {available} multiprocessors")
         return Call(
             q.device.index, self.workers or available, batch, heads, kv_heads, rows_q, rows_k, head_dim,
-            head_dim_v, first, self.schedule, self.part,
+            head_dim_v, first, self.schedule, self.part, self.delay,
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshattn_kernels.dash import LOAD, STORE, ScheduleTable, choose_schedule, named_schedule
 from meshattn_kernels.dash.choice import LEAST_GAIN, NOMINAL_WORKERS
-from meshattn_kernels.dash.placement import place
+from meshattn_kernels.dash.placement import NO_DELAY, Delay, place
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
 from meshattn_kernels.sharing import heads_of
 from meshattn_kernels.tile_ranges import visible_ranges
@@ -88,6 +88,8 @@ class Call:
     """Name of a backward schedule, None for the default of the shape."""
     part: tuple[int, int] = (0, 1)
     """Which of how many runs of heads are computed."""
+    delay: Delay = NO_DELAY
+    """Of workers of the forward."""
 
     @property
     def head_tile(self) -> int:
@@ -308,7 +310,7 @@ def forward_tasks(intervals: Intervals, call: Call, block: int) -> tuple[list[in
     if call.part == (0, 1) and uniform:
         tasks, joins = _last_ones_cut(tasks)
     work: list[Rows8] = [[] for _ in range(call.workers)]
-    owners, _ = place([task[5] + TASK_COST for task in tasks], call.workers)
+    owners, _ = place([task[5] + TASK_COST for task in tasks], call.workers, call.delay)
     for task, worker in zip(tasks, owners, strict=True):
         work[worker].append(task)
     starts = [0]
