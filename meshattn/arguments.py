@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from meshattn.options import Options, is_seed
 from meshattn.packing import as_written
 from meshattn.plan.cost import HEAD_DIM_STEP
-from meshattn.sequence import ShardedSequence
+from meshattn.sequence import ShardedSequence, check_dense
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -129,18 +129,7 @@ def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(
                 f"{name} is {tensor.dtype}: attention takes float64, float32, bfloat16 or float16"
             )
-        _check_dense(name, tensor)
-
-
-def _check_dense(name: str, tensor: Tensor) -> None:
-    if tensor.is_nested or tensor.layout != torch.strided:
-        kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
-        raise ValueError(f"{name} is {kind}: it must be a dense tensor")
-    if hasattr(tensor, "to_local"):
-        raise ValueError(
-            f"{name} is a {type(tensor).__name__}: it must be a plain tensor of this rank; pass "
-            f"{name}.to_local()"
-        )
+        check_dense(name, tensor)
 
 
 def check_memory(name: str, tensor: Tensor) -> None:
@@ -268,7 +257,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         return
     if not isinstance(sinks, Tensor):
         raise ValueError(f"sinks is a {type(sinks).__name__}: it must be a tensor, or None")
-    _check_dense("sinks", sinks)
+    check_dense("sinks", sinks)
     heads = q.shape[2]
     if sinks.shape != (heads,) or sinks.dtype not in _FLOATS:
         raise ValueError(

@@ -248,8 +248,7 @@ class ShardedSequence:
     def _require(self, name: str, tensor: Tensor, dim: int, rows: int) -> None:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a tensor")
-        if hasattr(tensor, "to_local"):
-            raise ValueError(f"{name} is a {type(tensor).__name__}: it must be a plain tensor of this rank")
+        check_dense(name, tensor)
         if type(dim) is not int:
             raise ValueError(f"dim is {dim!r}: give the number of the dim of {name} that holds the rows")
         if not -tensor.dim() <= dim < tensor.dim():
@@ -259,6 +258,17 @@ class ShardedSequence:
                 f"{name} is {list(tensor.shape)}: dim {dim} must have {rows} rows ({self!r}), "
                 f"not {tensor.shape[dim]}"
             )
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+        raise ValueError(f"{name} is {kind}: it must be a dense tensor")
+    if hasattr(tensor, "to_local"):
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__}: it must be a plain tensor of this rank; pass "
+            f"{name}.to_local()"
+        )
 
 
 def _documents(

@@ -110,6 +110,14 @@ CALLS: Calls = {
         lambda m: m.sequence(SEQ_LEN).unshard(ones(1, ROWS), dim=None),  # type: ignore[arg-type]
         ("dim is None", "number of the dim of tensor"),
     ),
+    "shard-sparse": (
+        lambda m: m.sequence(SEQ_LEN).shard(ones(1, SEQ_LEN).to_sparse()),
+        ("tensor is torch.sparse_coo", "dense"),
+    ),
+    "unshard-sparse": (
+        lambda m: m.sequence(SEQ_LEN).unshard(ones(1, ROWS).to_sparse()),
+        ("tensor is torch.sparse_coo", "dense"),
+    ),
     "shard-with-grad": (
         lambda m: m.sequence(SEQ_LEN).shard(ones(1, SEQ_LEN).requires_grad_()),
         ("requires grad", "pass tensor.detach()"),
