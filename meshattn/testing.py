@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -84,7 +85,17 @@ def _run_threads(ranks: int, fn: Callable[[SimulatedGroup], Any], timeout: float
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     world.abort("the run has ended")
+    _see_off([thread for thread in threads if not thread.is_alive()], deadline)
     return results
+
+
+def _see_off(threads: Sequence[threading.Thread], deadline: float) -> None:
+    """Wait for the end of threads that have been joined: before Python 3.13 they may still be in their last
+    moments, in which MKL takes a lock, and a process that is forked meanwhile never gets it."""
+    for thread in threads:
+        task = Path(f"/proc/self/task/{thread.native_id}")  # of Linux
+        while task.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 def _run_processes(ranks: int, fn: Callable[[Any], Any], timeout: float) -> list[Any]:

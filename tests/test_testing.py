@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +37,23 @@ def test_results_come_in_rank_order(backend: Backend) -> None:
         return offset + rank
 
     assert [int(x) for x in run_ranks(3, on_rank, backend)] == [10, 11, 12]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at threads as Linux shows them")
+def test_threads_have_ended_for_the_system_too() -> None:
+    """A library may take a while, and a lock, when a thread ends: here the C library sleeps."""
+    libc = ctypes.CDLL(None)
+    key = ctypes.c_uint()
+    destructor = ctypes.cast(libc.usleep, ctypes.c_void_p)
+    assert libc.pthread_key_create(ctypes.byref(key), destructor) == 0
+
+    def on_rank(_: object) -> int:
+        libc.pthread_setspecific(key, ctypes.c_void_p(300_000))
+        return threading.get_native_id()
+
+    tasks = run_ranks(3, on_rank)
+    assert len(set(tasks)) == 3
+    assert not [task for task in tasks if Path(f"/proc/self/task/{task}").exists()]
 
 
 def test_processes_get_the_default_group() -> None:
