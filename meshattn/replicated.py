@@ -11,6 +11,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from meshattn.arguments import words_of
 from meshattn.mesh import AttentionMesh
 from meshattn.packing import as_written
+from meshattn.sequence import check_dense
 from meshattn.transport.base import TransportError
 from meshattn_kernels.contract import accumulator_dtype
 
@@ -28,11 +29,13 @@ def replicated(weight: Tensor, mesh: AttentionMesh) -> Tensor:
         weight: a float tensor, the same on every rank.
 
     Raises:
-        ValueError: not a float tensor, or the mesh is closed; in the backward pass, as `mesh_attention` does.
+        ValueError: not a dense float tensor, or the mesh is closed; in the backward pass, as
+            `mesh_attention` does.
     """
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         kind = str(weight.dtype) if isinstance(weight, Tensor) else type(weight).__name__
         raise ValueError(f"weight is {kind}: it must be a float tensor, which has a gradient")
+    check_dense("weight", weight)
     if not isinstance(mesh, AttentionMesh):
         raise ValueError(f"mesh is a {type(mesh).__name__}: pass what init_attention_mesh() returns")
     mesh.require_open()

@@ -145,7 +145,11 @@ def test_parts_are_added_up_in_the_order_of_the_ranks() -> None:
 def test_what_cannot_be_replicated_is_refused() -> None:
     def on_rank(group: Any) -> None:
         mesh = ma.init_attention_mesh(group)
-        for weight, words in ((3.0, "weight is float"), (torch.ones(2).int(), r"weight is torch\.int32")):
+        for weight, words in (
+            (3.0, "weight is float"),
+            (torch.ones(2).int(), r"weight is torch\.int32"),
+            (torch.ones(2).to_sparse(), r"weight is torch\.sparse_coo: it must be a dense tensor"),
+        ):
             with pytest.raises(ValueError, match=words):
                 ma.replicated(weight, mesh)  # type: ignore[arg-type]
         weight = torch.ones(2, requires_grad=True)
