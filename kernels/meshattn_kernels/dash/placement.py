@@ -34,15 +34,17 @@ def even_groups(units: int, in_flight: int) -> list[tuple[int, int]]:
 
 
 def launch_order(walks: Walks, units: int, in_flight: int) -> tuple[Tensor, Tensor]:
-    """(unit, job) of all launches in order: those of late jobs last; group of units, wave, unit, job."""
+    """(unit, job) of all launches in order: those of early jobs first, of all units together, those of late
+    jobs last, together if there are early ones; the others by group of units. Then wave, unit, job."""
     jobs = torch.unique_consecutive(walks.job)
     wave = torch.zeros_like(jobs)
     wave[walks.job] = walks.wave
-    late = len(jobs) if walks.late is None else walks.late
+    early, late = walks.early, len(jobs) if walks.late is None else walks.late
     parts = [torch.zeros(2, 0, dtype=torch.int64)]
-    for first, last in ((0, late), (late, len(jobs))):
+    phases = (0, early, units), (early, late, in_flight), (late, len(jobs), units if early else in_flight)
+    for first, last, width in phases:
         if first < last:
-            for begin, end in even_groups(units, in_flight):
+            for begin, end in even_groups(units, width):
                 number = torch.arange((end - begin) * (last - first))
                 unit, job = begin + number // (last - first), first + number % (last - first)
                 order = torch.argsort((wave[job] * units + unit) * len(jobs) + job)
@@ -52,13 +54,13 @@ def launch_order(walks: Walks, units: int, in_flight: int) -> tuple[Tensor, Tens
 
 
 def job_costs(walks: Walks, heads_of_unit: int, parts: bool) -> list[int]:
-    """Time of each job of a unit, in steps. ``parts``: all tiles are sums over tasks, not only those of late
-    jobs."""
+    """Time of each job of a unit, in steps. ``parts``: all tiles are sums over tasks, not only those of early
+    and late jobs."""
     runs = torch.ones_like(walks.kv)
     runs[1:] = ((walks.kv[1:] != walks.kv[:-1]) | (walks.job[1:] != walks.job[:-1])).long()
     begin = TASK_COST + parts * PART_COST * torch.ones_like(walks.kv)
     if walks.late is not None:
-        begin += (walks.job >= walks.late) * PART_COST
+        begin += ((walks.job < walks.early) | (walks.job >= walks.late)) * PART_COST
     cost = walks.length * heads_of_unit + runs * begin
     jobs = int(walks.job[-1]) + 1 if len(walks.job) else 0
     total: list[int] = torch.zeros(jobs, dtype=torch.int64).index_add_(0, walks.job, cost).tolist()

@@ -20,9 +20,9 @@ A cyclic walk cut where it wraps round becomes linear, at the cost of adding dk 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class Walks:
 
     Step t of a walk is at query tile first + (start - first + direction * t) mod length. ``job`` and ``wave``
     number jobs and waves, never decreasing. ``slot`` is the ideal time of step 0; None for a linear order.
-    ``late``: from this job on, jobs are launched behind the earlier jobs of all heads.
+    Jobs before ``early`` are launched before the others of all heads, those from ``late`` on behind them.
     """
 
     kv: Tensor
@@ -59,6 +59,7 @@ class Walks:
     wave: Tensor
     slot: Tensor | None
     query_tiles: int
+    early: int = 0
     late: int | None = None
 
     @property
@@ -122,7 +123,7 @@ def _linear(walks: Iterable[Walk], query_tiles: int) -> Walks:
     columns = torch.tensor(list(walks), dtype=torch.int64).reshape(-1, 5)
     kv, first, last, start, direction = columns.unbind(1)
     job = torch.arange(len(kv))
-    return Walks(kv, first, last - first, start, direction, job, job, None, query_tiles)
+    return Walks(kv, first, last - first, start, direction, job, job.clone(), None, query_tiles)
 
 
 def _plain(ranges: TileRanges, order: Iterable[int], direction: int) -> Walks:
@@ -163,18 +164,46 @@ def longest_first(ranges: TileRanges) -> Walks:
     return _plain(ranges, sorted(range(ranges.kv_tiles), key=lambda i: (-lengths[i], i)), -1)
 
 
-def cut_last(ranges: TileRanges, tiles: int, pieces: int) -> Walks:
-    """``longest_first`` under a full mask with the last key/value tiles of every head in pieces, launched
-    behind all whole tiles: 15.5 tasks a worker take the time of 16, unless the last ones are short. Each
-    piece has a part of dk, dv."""
-    whole = [i for i in range(ranges.kv_tiles - tiles) if ranges.lengths[i]]
-    walks = [(i, ranges.first[i], ranges.last[i], ranges.last[i] - 1, -1) for i in whole]
-    for piece in reversed(range(pieces)):
-        for i in range(ranges.kv_tiles - tiles, ranges.kv_tiles):
-            first, length = ranges.first[i], ranges.lengths[i]
-            low, high = (first + length * end // pieces for end in (piece, piece + 1))
-            walks.append((i, low, high, high - 1, -1))
-    return replace(_linear(walks, ranges.query_tiles), late=len(whole))
+def cut_ends(ranges: TileRanges, begin: int, end: int, pieces: int) -> Walks:
+    """``longest_first`` under a full mask with the last key/value tiles of every head in pieces: those of
+    ``begin`` tiles are launched before all whole tiles, those of ``end`` tiles behind, ``pieces`` of each.
+
+    Workers that begin together stay together: each comes to a query tile just when the one before it has
+    left, and waits whenever that is late. Behind pieces of many lengths they come one after the other. The
+    pieces at the end fill up what is left: 15.5 tasks a worker take the time of 16, unless the last ones are
+    short. If workers come to them one after the other, they are of all heads, the longest first, and what
+    visits the same query tiles together: few other tasks keep these in the cache by then. Each piece has a
+    part of dk, dv."""
+    tiles, n = ranges.kv_tiles, 4 * begin
+    whole = [
+        (i, ranges.first[i], ranges.last[i], ranges.last[i] - 1, -1)
+        for i in range(tiles - begin - end)
+        if ranges.lengths[i]
+    ]
+    early = []
+    for number in range(begin):  # lengths 1, 3, 5, .. in proportion, over all tiles
+        odd = [2 * j + 1 for j in (n - 1 - 2 * number, n - 2 - 2 * number, 2 * number + 1, 2 * number)]
+        early += _pieces(ranges, tiles - begin - end + number, odd)
+    early.sort(key=lambda walk: walk[3])  # all at once: who starts lower comes first wherever two meet
+    of_tiles = [_pieces(ranges, i, end_parts(begin, pieces)) for i in range(tiles - end, tiles)]
+    late = [piece for same in zip(*of_tiles, strict=True) for piece in same]
+    walks = _linear(early + whole + late, ranges.query_tiles)
+    first_late = len(early) + len(whole)
+    if begin:
+        walks.wave[first_late:] = first_late + torch.arange(len(late)) // max(end, 1)
+    return replace(walks, early=len(early), late=first_late)
+
+
+def end_parts(begin: int, pieces: int) -> list[int]:
+    """Lengths, in proportion, of the pieces of a key/value tile that ``cut_ends`` cuts for the end."""
+    return [*range(pieces, 0, -1)] if begin else [1] * pieces
+
+
+def _pieces(ranges: TileRanges, i: int, lengths: Sequence[int]) -> list[Walk]:
+    """A key/value tile cut from the last query tile downwards into walks of these lengths, in proportion."""
+    last, length = ranges.last[i], ranges.lengths[i]
+    cuts = [last - length * done // sum(lengths) for done in accumulate(lengths, initial=0)]
+    return [(i, low, high, high - 1, -1) for high, low in pairwise(cuts) if low < high]
 
 
 def halves(ranges: TileRanges) -> Walks:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshattn_kernels.dash.placement import job_costs, launch_order, place, place_in_turn
-from meshattn_kernels.dash.schedules import CYCLIC, LINEAR, SCHEDULES, Walks, cut_last, split_shift
+from meshattn_kernels.dash.schedules import CYCLIC, LINEAR, SCHEDULES, Walks, cut_ends, split_shift
 from meshattn_kernels.device import on_host
 from meshattn_kernels.tile_ranges import TileRanges
 
@@ -122,7 +122,7 @@ def build_table(
     heads_in_flight: int = 8,
     split_heads: bool = False,
     wave: int | None = None,
-    cut: tuple[int, int] | None = None,
+    cut: tuple[int, int, int] | None = None,
 ) -> ScheduleTable:
     """The table of a named schedule (see ``schedules``); the same object for the same arguments.
 
@@ -132,8 +132,8 @@ def build_table(
     split_heads         each query head of a group is a task of its own, with a part of dk, dv.
     wave                key/value tiles (pairs of them for ``symmetric_shift``) of a shift; 0 means as many as
                         there are workers, as in the paper, which gives up ``invariant``.
-    cut                 key/value tiles, the last ones, that ``longest_first`` cuts under a full mask, and the
-                        number of pieces (see ``schedules.cut_last``).
+    cut                 which key/value tiles ``longest_first`` cuts under a full mask: the arguments of
+                        ``schedules.cut_ends``.
 
     Raises ValueError for a name that does not exist, a mask that the schedule cannot do, or too few workers
     for a shift.
@@ -162,9 +162,9 @@ def _build(
     heads_in_flight: int,
     split_heads: bool,
     wave: int | None,
-    cut: tuple[int, int] | None,
+    cut: tuple[int, int, int] | None,
 ) -> ScheduleTable:
-    walks = cut_last(ranges, *cut) if cut else _walks(name, ranges, workers if wave == 0 else wave)
+    walks = cut_ends(ranges, *cut) if cut else _walks(name, ranges, workers if wave == 0 else wave)
     if walks.min_workers > workers:
         raise ValueError(
             f"schedule {name!r} needs {walks.min_workers} workers, one for each job of a wave, and there are "
