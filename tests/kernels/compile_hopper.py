@@ -111,13 +111,14 @@ def forward(
         "k_desc": tile(dtype, 1, 1, KV_TILE, d_tile),
         "v_desc": tile(dtype, 1, 1, KV_TILE, dv_tile),
         "earlier_desc": tile("fp32", 1, 1, 64, dv_tile) if staged else tile(dtype, 1, 1, KV_TILE, d_tile),
+        "out_desc": tile(dtype if finished else "fp32", 1, 1, 64, dv_tile),
         "out_ptr": f"*{dtype}" if finished else "*fp32",
     }
     constants = {
         "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
         "HEAD_DIM_V": head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs,
         "TOGETHER": tiling.together, "MASK": mask, "FIRST": first, "PARTS": parts,
-        "STAGED": staged,
+        "STAGED": staged, "OUT_BY_TMA": finished and plans.sends_out(tiling, d_tile, head_dim_v),
     }  # fmt: skip
     name = f"forward {dtype} D{head_dim} D_v{head_dim_v} {MASKS[mask]} {'first' if first else 'merge'}"
     name += " parts" * parts + " finished" * finished
@@ -141,6 +142,7 @@ def backward(
     d_tile, dv_tile = bind.backward_tiles(head_dim, head_dim_v)
     q_tile = 64 if max(d_tile, dv_tile) == 128 else 128
     segment = segment_of(head_dim)
+    by_tma = finished and plans.sends_dkv(head_dim, head_dim_v, mask, grouped=grouped, parts=parts)
     types = {
         "q_desc": tile(dtype, 1, 1, q_tile, d_tile),
         "do_desc": tile(dtype, 1, 1, q_tile, dv_tile),
@@ -148,6 +150,8 @@ def backward(
         "v_desc": tile(dtype, 1, 1, KV_TILE, dv_tile),
         "dq_desc": tile("fp32", 1, 64, 64 // segment, segment),
         "init_desc": tile("fp32", q_tile),
+        "dk_desc": tile(dtype if finished else "fp32", 1, 1, 64, d_tile),
+        "dv_desc": tile(dtype if finished else "fp32", 1, 1, 64, dv_tile),
         "dk_ptr": f"*{dtype}" if finished else "*fp32",
         "dv_ptr": f"*{dtype}" if finished else "*fp32",
     }
@@ -155,7 +159,7 @@ def backward(
         "Q_TILE": q_tile, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile, "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v, "STAGES": bind.STAGES, "Q_HALVES": q_tile // 64, "MASK": mask,
         "FIRST_DQ": first_dq, "FIRST_DKV": first_dkv, "GROUPED": grouped, "PARTS": parts,
-        "ORDERED": ordered,
+        "ORDERED": ordered, "DKV_BY_TMA": by_tma,
     }  # fmt: skip
     traits = {
         "add_dq": not first_dq,
@@ -200,12 +204,14 @@ def covering_set() -> Iterator[Variant]:
     yield from small_kernels()
     yield forward(128, FULL, first=True)
     yield forward(128, BAND, first=False)
+    yield forward(128, BAND, first=True, finished=True)
     yield forward(64, ARRAY, first=True)
     yield forward(64, FULL, first=False, dtype="fp16")
     yield forward(96, ARRAY, first=False, head_dim_v=64)
     yield forward(128, FULL, first=True, parts=True, finished=True)
     yield forward(64, BAND, first=False, parts=True)
     yield backward(128, FULL)
+    yield backward(128, FULL, parts=True, finished=True)
     yield backward(64, BAND, finished=True)
     yield backward(128, BAND, first_dq=False, first_dkv=False, grouped=True, parts=True)
     yield backward(128, ARRAY, grouped=True)

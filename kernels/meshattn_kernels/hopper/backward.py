@@ -46,6 +46,7 @@ class Memory:
     dprob_init: gl.shared_memory_descriptor  # fp32 [STAGES, Q_TILE]
     ds: gl.shared_memory_descriptor  # [STAGES, KV_TILE, Q_TILE]
     dq: gl.shared_memory_descriptor  # fp32 [2 * buffers, 64, 64], see dq_shared_layout
+    dkv: gl.shared_memory_descriptor  # [2, 64, D_TILE], a half for each partition; only if DKV_BY_TMA
     kv_full: gl.shared_memory_descriptor
     kv_empty: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor  # [STAGES, 1]
@@ -56,23 +57,21 @@ class Memory:
 
     @gluon.constexpr_function
     def __init__(
-        self, k, v, q, do, score_init, dprob_init, ds, dq,
+        self, k, v, q, do, score_init, dprob_init, ds, dq, dkv,
         kv_full, kv_empty, q_full, q_empty, ds_full, dq_full, dq_empty,
     ):  # fmt: skip
         self.k, self.v, self.q, self.do = k, v, q, do
         self.score_init, self.dprob_init, self.ds, self.dq = score_init, dprob_init, ds, dq
+        self.dkv = dkv
         self.kv_full, self.kv_empty, self.q_full, self.q_empty = kv_full, kv_empty, q_full, q_empty
         self.ds_full, self.dq_full, self.dq_empty = ds_full, dq_full, dq_empty
 
 
 @aggregate
 class Gradients:
-    """dk [B, C_k, H_kv, D] and dv [B, C_k, H_kv, D_v], contiguous, with the parts of tiles that several tasks
-    share, sizes, and the factor of dk. fp32 accumulators, or the result itself in the
-    type of the inputs."""
+    """Sizes of dk [B, C_k, H_kv, D] and dv [B, C_k, H_kv, D_v], parts of tiles that several tasks share, and
+    the factor of dk."""
 
-    dk: gl.tensor
-    dv: gl.tensor
     dk_parts: gl.tensor
     dv_parts: gl.tensor
     keys: gl.tensor
@@ -84,9 +83,9 @@ class Gradients:
 
     @gluon.constexpr_function
     def __init__(
-        self, dk, dv, dk_parts, dv_parts, keys, kv_heads, all_kv_heads, num_part_tiles, first_part_tile, scale
+        self, dk_parts, dv_parts, keys, kv_heads, all_kv_heads, num_part_tiles, first_part_tile, scale
     ):
-        self.dk, self.dv, self.dk_parts, self.dv_parts = dk, dv, dk_parts, dv_parts
+        self.dk_parts, self.dv_parts = dk_parts, dv_parts
         self.keys, self.kv_heads, self.all_kv_heads = keys, kv_heads, all_kv_heads
         self.num_part_tiles, self.first_part_tile = num_part_tiles, first_part_tile
         self.scale = scale
@@ -159,46 +158,55 @@ def load_partition(
     ],
 )  # fmt: skip
 def backward_kernel(
-    q_desc, do_desc, k_desc, v_desc, dq_desc, init_desc, dk_ptr, dv_ptr, dk_parts, dv_parts,
+    q_desc, do_desc, k_desc, v_desc, dq_desc, init_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dk_parts, dv_parts,
     start_ptr, end_ptr, counters, mailbox, worker_start, tasks, steps,
     lo, hi, n_q, n_k, heads, kv_heads, all_kv_heads, num_keys, num_q_tiles, num_part_tiles,
     first_part_tile, num_rows, scale,
     Q_TILE: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, Q_HALVES: gl.constexpr,
     MASK: gl.constexpr, FIRST_DQ: gl.constexpr, FIRST_DKV: gl.constexpr, GROUPED: gl.constexpr,
-    PARTS: gl.constexpr, ORDERED: gl.constexpr,
+    PARTS: gl.constexpr, ORDERED: gl.constexpr, DKV_BY_TMA: gl.constexpr,
 ):  # fmt: skip
     """q_desc, do_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is
     read as zero. dq_desc: [B * H, C_q, D / 32, 32] (or / 16, 16). Counters are zero. FIRST_*: that
     accumulator is overwritten. GROUPED: some tasks lack LOAD or STORE. PARTS: some have a dkv turn. Not
-    ORDERED: nothing waits, dq is zero before the first block; for measurements only."""
+    ORDERED: nothing waits, dq is zero before the first block; for measurements only. DKV_BY_TMA: dk and dv go
+    through shared memory to ``dk_desc`` and ``dv_desc``; else these are not written."""
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     DQ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(0, 32, rank=2)  # a stand-in, see dq_shared_layout
     DQ_BUFFERS: gl.constexpr = Q_HALVES  # narrow heads leave room for two, and are up to 3 % faster
+    k = gl.allocate_shared_memory(k_desc.dtype, [KV_TILE, D_TILE], TILE_LAYOUT)
+    dkv = k
+    if DKV_BY_TMA:
+        dkv = gl.allocate_shared_memory(k_desc.dtype, [2, KV_TILE // 2, D_TILE], TILE_LAYOUT)
     memory = Memory(
-        gl.allocate_shared_memory(k_desc.dtype, [KV_TILE, D_TILE], TILE_LAYOUT),
+        k,
         gl.allocate_shared_memory(v_desc.dtype, [KV_TILE, DV_TILE], TILE_LAYOUT),
         gl.allocate_shared_memory(q_desc.dtype, [STAGES, Q_TILE, D_TILE], TILE_LAYOUT),
         gl.allocate_shared_memory(do_desc.dtype, [STAGES, Q_TILE, DV_TILE], TILE_LAYOUT),
         gl.allocate_shared_memory(gl.float32, [STAGES, Q_TILE], init_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, Q_TILE], init_desc.layout),
         gl.allocate_shared_memory(k_desc.dtype, [STAGES, KV_TILE, Q_TILE], TILE_LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [2 * DQ_BUFFERS, 64, 64], DQ_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [2 * DQ_BUFFERS, 64, 64], DQ_LAYOUT), dkv,
         new_barriers(1, 1).index(0), new_barriers(1, 2).index(0),
         new_barriers(STAGES, 1), new_barriers(STAGES, 2), new_barriers(STAGES, 2),
         new_barriers(2, 2), new_barriers(2, 1),
     )  # fmt: skip
     rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
     gradients = Gradients(
-        dk_ptr, dv_ptr, dk_parts, dv_parts, num_keys, kv_heads, all_kv_heads, num_part_tiles,
-        first_part_tile, scale,
-    )  # fmt: skip
+        dk_parts, dv_parts, num_keys, kv_heads, all_kv_heads, num_part_tiles, first_part_tile, scale
+    )
+    dk_out, dv_out = dk_ptr, dv_ptr
+    if DKV_BY_TMA:
+        dk_out, dv_out = dk_desc, dv_desc
     fence_async_shared()
     gl.warp_specialize([
-        (math_partition, (gl.constexpr(0), gradients, worker_start, tasks, steps, rows, scale, memory,
-                          HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, PARTS)),
-        (math_partition, (gl.constexpr(1), gradients, worker_start, tasks, steps, rows, scale, memory,
-                          HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, PARTS)),
+        (math_partition, (gl.constexpr(0), dk_out, dv_out, gradients, worker_start, tasks, steps, rows,
+                          scale, memory, HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, PARTS,
+                          DKV_BY_TMA)),
+        (math_partition, (gl.constexpr(1), dk_out, dv_out, gradients, worker_start, tasks, steps, rows,
+                          scale, memory, HEAD_DIM, HEAD_DIM_V, Q_HALVES, MASK, FIRST_DKV, GROUPED, PARTS,
+                          DKV_BY_TMA)),
         (load_partition, (q_desc, do_desc, k_desc, v_desc, init_desc, worker_start, tasks, steps,
                           heads, kv_heads, num_q_tiles, num_rows, memory)),
         (writer_partition, (gl.constexpr(0), dq_desc, counters, mailbox, worker_start, tasks, steps,

@@ -16,13 +16,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from meshattn_kernels.hopper.masks import ARRAY, BAND, FULL, key_bounds
 from meshattn_kernels.hopper.ordered_add import dq_shared_layout, segment_of
-from meshattn_kernels.hopper.shim import LOG2E, reinterpret
+from meshattn_kernels.hopper.shim import LOG2E, reinterpret, store_tile
 
 KEYS = gl.constexpr(64)
 """Keys of a partition: what one warpgroup instruction takes."""
@@ -267,8 +268,9 @@ def store_part(pointer, tile, first, zero, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def add_dkv(
-    INDEX: gl.constexpr, gradients, dk, dv, task_row, KV_TILE: gl.constexpr,
+    INDEX: gl.constexpr, gradients, dk_out, dv_out, memory, dk, dv, task_row, KV_TILE: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST: gl.constexpr, PARTS: gl.constexpr,
+    DKV_BY_TMA: gl.constexpr,
 ):  # fmt: skip
     """Store or add dk, dv of these keys of a tile; those of a tile of several tasks (turn >= 0, only where
     PARTS) are stored as parts. The table is read again: registers are dear in the loop."""
@@ -280,11 +282,18 @@ def add_dkv(
     first_key = kv_tile * KV_TILE + INDEX * KEYS
     # With masked columns it spills less where it might be a part, though no turn says so.
     MASKED_COLUMNS: gl.constexpr = HEAD_DIM & (HEAD_DIM - 1) != 0
-    if not PARTS and not MASKED_COLUMNS:
-        add_alone(gradients, dk, dv, kv_head, first_key, zero, HEAD_DIM, HEAD_DIM_V, FIRST)
+    if DKV_BY_TMA and not PARTS:
+        send_alone(INDEX, gradients, dk_out, dv_out, memory, dk, dv, kv_head, first_key)
+    elif not PARTS and not MASKED_COLUMNS:
+        add_alone(gradients, dk_out, dv_out, dk, dv, kv_head, first_key, zero, HEAD_DIM, HEAD_DIM_V, FIRST)
     else:
         if turn < 0:
-            add_alone(gradients, dk, dv, kv_head, first_key, zero, HEAD_DIM, HEAD_DIM_V, FIRST)
+            if DKV_BY_TMA:
+                send_alone(INDEX, gradients, dk_out, dv_out, memory, dk, dv, kv_head, first_key)
+            else:
+                add_alone(
+                    gradients, dk_out, dv_out, dk, dv, kv_head, first_key, zero, HEAD_DIM, HEAD_DIM_V, FIRST
+                )
         else:
             number = (turn * gradients.all_kv_heads + kv_head) * gradients.num_part_tiles
             number += kv_tile - gradients.first_part_tile
@@ -294,21 +303,40 @@ def add_dkv(
 
 
 @gluon.jit
+def send_alone(INDEX: gl.constexpr, gradients, dk_out, dv_out, memory, dk, dv, kv_head, first_key):
+    """Store dk, dv of these keys in the type of the inputs. TMA takes them from shared memory in whole lines
+    while the next task begins: stores out of registers, 8 rows by 16 bytes each, take longer than a step."""
+    batch = kv_head // gradients.kv_heads
+    at = [batch, kv_head - batch * gradients.kv_heads, first_key, 0]
+    send_rows(dv_out, memory.dkv.index(INDEX), dv, at)
+    send_rows(dk_out, memory.dkv.index(INDEX), dk * gradients.scale, at)
+
+
+@gluon.jit
+def send_rows(desc, room, tile, at):
+    tma.store_wait(0)  # what was there has left
+    source = reinterpret(room, [1, 1, KEYS, tile.shape[1]], desc.layout)
+    reinterpret(room, [KEYS, tile.shape[1]], gl.NVMMASharedLayout(128, 16, rank=2)).store(tile.to(room.dtype))
+    fence_async_shared()
+    store_tile(desc, at, source)
+
+
+@gluon.jit
 def add_alone(
-    gradients, dk, dv, kv_head, first_key, zero,
+    gradients, dk_out, dv_out, dk, dv, kv_head, first_key, zero,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    if gradients.dk.dtype.element_ty != gl.float32:  # no accumulator: nothing finishes it later
+    if dk_out.dtype.element_ty != gl.float32:  # no accumulator: nothing finishes it later
         dk *= gradients.scale
-    add_rows(gradients, gradients.dv, dv, kv_head, first_key, zero, HEAD_DIM_V, FIRST)
-    add_rows(gradients, gradients.dk, dk, kv_head, first_key, zero, HEAD_DIM, FIRST)
+    add_rows(gradients, dv_out, dv, kv_head, first_key, zero, HEAD_DIM_V, FIRST)
+    add_rows(gradients, dk_out, dk, kv_head, first_key, zero, HEAD_DIM, FIRST)
 
 
 @gluon.jit
 def math_partition(
-    INDEX: gl.constexpr, gradients, worker_start, tasks, steps, rows, scale, memory,
+    INDEX: gl.constexpr, dk_out, dv_out, gradients, worker_start, tasks, steps, rows, scale, memory,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, Q_HALVES: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr, GROUPED: gl.constexpr, PARTS: gl.constexpr,
+    FIRST: gl.constexpr, GROUPED: gl.constexpr, PARTS: gl.constexpr, DKV_BY_TMA: gl.constexpr,
 ):  # fmt: skip
     """GROUPED: dk, dv may stay in registers from task to task; otherwise every task has LOAD and STORE."""
     STAGES: gl.constexpr = memory.q.shape[0]
@@ -383,4 +411,9 @@ def math_partition(
         if not GROUPED or gl.load(tasks + task * 8 + 5) & STORE:
             mbarrier.arrive(memory.kv_empty, count=1)
             tile_number += 1
-            add_dkv(INDEX, gradients, dk, dv, tasks + task * 8, KV_TILE, HEAD_DIM, HEAD_DIM_V, FIRST, PARTS)
+            add_dkv(
+                INDEX, gradients, dk_out, dv_out, memory, dk, dv, tasks + task * 8, KV_TILE,
+                HEAD_DIM, HEAD_DIM_V, FIRST, PARTS, DKV_BY_TMA,
+            )  # fmt: skip
+    if DKV_BY_TMA:
+        tma.store_wait(0)

@@ -21,6 +21,8 @@ from meshattn_kernels.hopper.plans import (
     BackwardPlan,
     ForwardPlan,
     head_tile,
+    sends_dkv,
+    sends_out,
 )
 from meshattn_kernels.hopper.prepare import (
     add_parts_kernel,
@@ -63,12 +65,14 @@ def bind_forward(
     n_q, n_k, mask, tiling = intervals.n_q, intervals.n_k, plan.mask, plan.tiling
     d_tile, dv_tile = head_tile(call.head_dim), head_tile(call.head_dim_v)
     earlier = (out, n_q, CONSUMER_ROWS, dv_tile) if plan.staged else (k, n_k, KV_TILE, d_tile)  # unused
+    by_tma = out.dtype == q.dtype and sends_out(tiling, d_tile, call.head_dim_v)
+    out_tiles = tiles_of(out, call.rows_q, CONSUMER_ROWS, dv_tile)
     launch = _forward.bind(
         call.device,
         plan.workers,
         (
             tiles_of(q, n_q, CONSUMER_ROWS, d_tile), tiles_of(k, n_k, KV_TILE, d_tile),
-            tiles_of(v, n_k, KV_TILE, dv_tile), tiles_of(*earlier), out, lse, out_parts, lse_parts,
+            tiles_of(v, n_k, KV_TILE, dv_tile), tiles_of(*earlier), out_tiles, out, lse, out_parts, lse_parts,
             mask.start, mask.end, plan.worker_start, plan.tasks,
             mask.lo, mask.hi, n_q, n_k, call.rows_q, call.heads, scale,
         ),
@@ -76,7 +80,7 @@ def bind_forward(
             "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
             "HEAD_DIM_V": call.head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs,
             "TOGETHER": tiling.together, "MASK": mask.kind, "FIRST": call.first, "PARTS": plan.num_parts > 0,
-            "STAGED": plan.staged,
+            "STAGED": plan.staged, "OUT_BY_TMA": by_tma,
         },
         q.dtype,
         out.dtype,
@@ -132,6 +136,9 @@ def bind_backward(
     segment = segment_of(call.head_dim)
     dq_shape = (table.heads, call.rows_q, call.head_dim // segment, segment)
     dq_strides = (call.rows_q * call.head_dim, call.head_dim, segment, 1)
+    by_tma = dk.dtype == q.dtype and sends_dkv(
+        call.head_dim, call.head_dim_v, mask.kind, grouped=plan.grouped, parts=plan.parts
+    )
     main = _backward.bind(
         call.device,
         table.workers,
@@ -140,8 +147,9 @@ def bind_backward(
             tiles_of(k, n_k, KV_TILE, d_tile), tiles_of(v, n_k, KV_TILE, dv_tile),
             descriptor(dq, dq_shape, dq_strides, (1, 64, 64 // segment, segment)),
             descriptor(init, (2 * plan.num_rows,), (1,), (q_tile,)),
-            dk, dv, dk_parts, dv_parts, mask.start, mask.end,
-            counters, mailbox(),
+            tiles_of(dk, call.rows_k, CONSUMER_ROWS, d_tile),
+            tiles_of(dv, call.rows_k, CONSUMER_ROWS, dv_tile),
+            dk, dv, dk_parts, dv_parts, mask.start, mask.end, counters, mailbox(),
             table.worker_start, table.tasks, table.steps,
             mask.lo, mask.hi, n_q, n_k, call.heads, call.kv_heads, table.kv_heads, call.rows_k,
             table.query_tiles, len(plan.parts_of_tiles), plan.first_part_tile, plan.num_rows, scale,
@@ -150,7 +158,7 @@ def bind_backward(
             "Q_TILE": q_tile, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
             "HEAD_DIM": call.head_dim, "HEAD_DIM_V": call.head_dim_v, "STAGES": STAGES,
             "Q_HALVES": q_tile // 64, "MASK": mask.kind, "FIRST_DQ": first[0], "FIRST_DKV": first[1],
-            "GROUPED": plan.grouped, "PARTS": plan.parts, "ORDERED": ordered,
+            "GROUPED": plan.grouped, "PARTS": plan.parts, "ORDERED": ordered, "DKV_BY_TMA": by_tma,
         },
         q.dtype,
         dk.dtype,

@@ -31,17 +31,20 @@ class Memory:
     k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
+    out: gl.shared_memory_descriptor  # [CONSUMERS, 64, DV_TILE]; only if OUT_BY_TMA
     earlier: gl.shared_memory_descriptor  # fp32 [CONSUMERS, 64, DV_TILE]; with its barriers only if STAGED
     earlier_full: gl.shared_memory_descriptor
     earlier_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, earlier, earlier_full, earlier_empty
-    ):
+        self, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, out,
+        earlier, earlier_full, earlier_empty,
+    ):  # fmt: skip
         self.q, self.k, self.v = q, k, v
         self.q_full, self.q_empty, self.k_full, self.k_empty = q_full, q_empty, k_full, k_empty
         self.v_full, self.v_empty = v_full, v_empty
+        self.out = out
         self.earlier, self.earlier_full, self.earlier_empty = earlier, earlier_full, earlier_empty
 
 
@@ -119,21 +122,27 @@ def load_rows(desc, room, full, empty, batch, head, block, task_number):
     do_not_specialize_on_alignment=["lse_ptr", "lse_parts", "start_ptr", "end_ptr", "worker_start", "tasks"],
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, earlier_desc, out_ptr, lse_ptr, out_parts, lse_parts,
+    q_desc, k_desc, v_desc, earlier_desc, out_desc, out_ptr, lse_ptr, out_parts, lse_parts,
     start_ptr, end_ptr, worker_start, tasks,
     lo, hi, n_q, n_k, num_rows, heads, scale,
     CONSUMERS: gl.constexpr, KV_TILE: gl.constexpr, D_TILE: gl.constexpr, DV_TILE: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr,
     MASK: gl.constexpr, FIRST: gl.constexpr, PARTS: gl.constexpr, STAGED: gl.constexpr,
+    OUT_BY_TMA: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc: [B, heads, rows, head size], of n_q and n_k rows, so that padding is read as
     zero. PARTS: some tasks have some of the keys of their rows only; join.py puts these parts together.
     STAGED, if there is an accumulator to merge with: TMA brings what it holds by ``earlier_desc`` (like q's)
-    to shared memory meanwhile, so that no task waits for memory at its end; else that is not read."""
+    to shared memory meanwhile, so that no task waits for memory at its end; else that is not read.
+    OUT_BY_TMA: out goes through shared memory to ``out_desc`` while the next task begins; else that is not
+    written."""
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT)
     q_full = new_barriers(CONSUMERS, 1)
     earlier, earlier_full, earlier_empty = q, q_full, q_full
+    out = q
+    if OUT_BY_TMA:
+        out = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, DV_TILE], TILE_LAYOUT)
     if STAGED:
         FP32_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
         earlier = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, DV_TILE], FP32_LAYOUT)
@@ -145,7 +154,7 @@ def forward_kernel(
         q_full, new_barriers(CONSUMERS, 1),
         new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS),
         new_barriers(STAGES, 1), new_barriers(STAGES, CONSUMERS),
-        earlier, earlier_full, earlier_empty,
+        out, earlier, earlier_full, earlier_empty,
     )  # fmt: skip
     rows = Rows(start_ptr, end_ptr, lo, hi, n_q, n_k)
     output = Output(out_ptr, lse_ptr, out_parts, lse_parts, num_rows, heads)
@@ -153,21 +162,21 @@ def forward_kernel(
     # Argument tuples must be written inline: a tuple built before the call does not compile.
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (gl.constexpr(0), output, rows, worker_start, tasks, scale, memory,
-                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
-            (consumer, (gl.constexpr(1), output, rows, worker_start, tasks, scale, memory,
-                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
+            (consumer, (gl.constexpr(0), output, out_desc, rows, worker_start, tasks, scale, memory,
+                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED, OUT_BY_TMA)),
+            (consumer, (gl.constexpr(1), output, out_desc, rows, worker_start, tasks, scale, memory,
+                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED, OUT_BY_TMA)),
             (load_partition, (q_desc, k_desc, v_desc, earlier_desc, worker_start, tasks, memory,
                               TOGETHER, STAGED)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (gl.constexpr(0), output, rows, worker_start, tasks, scale, memory,
-                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
-            (consumer, (gl.constexpr(1), output, rows, worker_start, tasks, scale, memory,
-                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
-            (consumer, (gl.constexpr(2), output, rows, worker_start, tasks, scale, memory,
-                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED)),
+            (consumer, (gl.constexpr(0), output, out_desc, rows, worker_start, tasks, scale, memory,
+                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED, OUT_BY_TMA)),
+            (consumer, (gl.constexpr(1), output, out_desc, rows, worker_start, tasks, scale, memory,
+                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED, OUT_BY_TMA)),
+            (consumer, (gl.constexpr(2), output, out_desc, rows, worker_start, tasks, scale, memory,
+                        HEAD_DIM_V, CARRY_PROBS, TOGETHER, MASK, FIRST, PARTS, STAGED, OUT_BY_TMA)),
             (load_partition, (q_desc, k_desc, v_desc, earlier_desc, worker_start, tasks, memory,
                               TOGETHER, STAGED)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# ruff: noqa: SIM102, SIM113 - conditions on constants stand alone; no enumerate here
+# ruff: noqa: SIM102, SIM113, SIM114 - conditions on constants stand alone; no enumerate here
 """Consumers of the forward: softmax and both products of 64 query rows (see forward.py).
 
 The online softmax is that of FlashAttention-2 (arXiv 2307.08691). The accumulator of earlier blocks joins at
@@ -11,13 +11,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from meshattn_kernels.hopper.masks import FULL, common_keys, row_ends, row_starts, seen_keys
 from meshattn_kernels.hopper.output import ROWS, lse_addresses, out_addresses, store_part
-from meshattn_kernels.hopper.shim import LN2, LOG2E
+from meshattn_kernels.hopper.shim import LN2, LOG2E, reinterpret, store_tile
 
 MAX_START = gl.constexpr(-1e30)
 """Finite, so that exp2(old maximum - new maximum) is never inf - inf."""
@@ -158,10 +159,23 @@ def online_softmax(
 
 
 @gluon.jit
+def send_rows(out_desc, room, out, task_row, first_row):
+    """The 64 rows of a task to memory by way of ``room``, from where TMA takes them in whole lines while the
+    next task begins: stores out of registers, 8 rows by 16 bytes each, take longer than a tile of keys."""
+    tma.store_wait(0)  # the rows of the last task have left
+    room.store(out.to(room.dtype))
+    fence_async_shared()
+    store_tile(
+        out_desc, [gl.load(task_row), gl.load(task_row + 1), first_row, 0],
+        reinterpret(room, [1, 1, ROWS, out.shape[1]], out_desc.layout),
+    )  # fmt: skip
+
+
+@gluon.jit
 def consumer(
-    INDEX: gl.constexpr, output, rows, worker_start, tasks, scale, memory,
+    INDEX: gl.constexpr, output, out_desc, rows, worker_start, tasks, scale, memory,
     HEAD_DIM_V: gl.constexpr, CARRY_PROBS: gl.constexpr, TOGETHER: gl.constexpr, MASK: gl.constexpr,
-    FIRST: gl.constexpr, PARTS: gl.constexpr, STAGED: gl.constexpr,
+    FIRST: gl.constexpr, PARTS: gl.constexpr, STAGED: gl.constexpr, OUT_BY_TMA: gl.constexpr,
 ):  # fmt: skip
     """64 query rows of each task. CARRY_PROBS: P is carried from step to step and P V of a step runs during
     the softmax of the next. Otherwise the scores are carried, Q K^T of the next step and P V of this one are
@@ -185,7 +199,7 @@ def consumer(
     # Where a block is no longer than a tile there are few, and it costs more than it saves.
     PASSES_OVER: gl.constexpr = MASK != FULL and CONSUMERS * ROWS > KV_TILE
     # While the last product runs, if no mask of columns takes the registers for that.
-    EARLY: gl.constexpr = HEAD_DIM_V == DV_TILE
+    EARLY: gl.constexpr = HEAD_DIM_V == DV_TILE and not OUT_BY_TMA
     exp2_scale = scale * LOG2E
     worker = gl.program_id(0)
     step = 0
@@ -290,7 +304,7 @@ def consumer(
         if PASSES_OVER:
             step = pass_over(memory, step, hidden_last, TOGETHER)
         task_number += 1
-        if not EARLY:
+        if not EARLY and not OUT_BY_TMA:
             out_at, out_mask = out_addresses(output, task_row, first_row, written, HEAD_DIM_V, O_LAYOUT)
             if not FIRST and not STAGED:
                 old_out = gl.load(out_at, mask=out_mask, other=0.0)
@@ -307,7 +321,14 @@ def consumer(
         lse = gl.where(row_sum != 0.0, (row_max + gl.log2(row_sum)) * LN2, float("-inf"))
         gl.store(lse_at, lse, mask=lse_mask)
         out = out * gl.convert_layout(weight, O_ROW)[:, None]
-        gl.store(out_at, out.to(output.out.dtype.element_ty), mask=out_mask)
+        if not OUT_BY_TMA:
+            gl.store(out_at, out.to(output.out.dtype.element_ty), mask=out_mask)
+        elif not PARTS:
+            send_rows(out_desc, memory.out.index(INDEX), out, task_row, first_row)
+        elif part == 0:
+            send_rows(out_desc, memory.out.index(INDEX), out, task_row, first_row)
         if PARTS:
             if part > 0:
                 store_part(output, part - 1, INDEX, CONSUMERS, out, lse, HEAD_DIM_V)
+    if OUT_BY_TMA:
+        tma.store_wait(0)

@@ -63,10 +63,21 @@ _FORWARD = {  # (greater head tile, kind of mask): measured best, but for ARRAY,
 }
 
 
-def has_room_for_out(tiling: ForwardTiling, d_tile: int, dv_tile: int) -> bool:
-    """Whether a block of out fits into shared memory beside the tiles of q, k and v."""
+def has_room_for_out(tiling: ForwardTiling, d_tile: int, dv_tile: int, element: int = 4) -> bool:
+    """Whether a block of out, of ``element`` bytes a number, fits into shared memory beside those tiles."""
     tiles = 2 * tiling.block * d_tile + 2 * tiling.stages * KV_TILE * (d_tile + dv_tile)
-    return tiles + 4 * tiling.block * dv_tile + BARRIER_BYTES <= SHARED_BYTES
+    return tiles + element * tiling.block * dv_tile + BARRIER_BYTES <= SHARED_BYTES
+
+
+def sends_out(tiling: ForwardTiling, d_tile: int, head_dim_v: int) -> bool:
+    """Whether a finished out goes to memory by TMA. Sizes that do not fill their tile have not been tried."""
+    return head_dim_v == head_tile(head_dim_v) and has_room_for_out(tiling, d_tile, head_dim_v, element=2)
+
+
+def sends_dkv(head_dim: int, head_dim_v: int, mask: int, *, grouped: bool, parts: bool) -> bool:
+    """Whether finished dk, dv go to memory by TMA. Head size 64 leaves no room for them in shared memory, a
+    band with groups and parts no registers; sizes that do not fill their tiles have not been tried."""
+    return head_dim == head_dim_v == 128 and not (mask == BAND and grouped and parts)
 
 
 @dataclass(frozen=True)
