@@ -43,7 +43,7 @@ ENDED = {
 }
 _SPARE = 15.0  # seconds of the whole for the last words and the report
 _SPEECH = 6.0  # of its limit, for ranks that share a machine to say where they were
-_LINES = 60  # the last ones that a step says, in the report
+_LINES, _AT_END = 60, 20  # the last ones that a step says, in the report, and of one that ended well
 
 
 def command(step: Step, ranks: int, scale: Scale) -> list[str]:
@@ -189,7 +189,7 @@ def _said(outcome: Outcome, out: Path) -> str:
         parts.append(re.sub("^#", "##", body.strip(), flags=re.MULTILINE))
     if outcome.code or not parts:
         lines = _log(out, outcome.step).read_text(errors="replace").strip().splitlines()
-        parts.append("\n".join(lines[-_LINES:]))
+        parts.append("\n".join(lines[-(_LINES if outcome.code else _AT_END) :]))
     return "\n\n".join(parts)
 
 
