@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Unpack
 
 import torch
@@ -111,14 +112,19 @@ class _Block:
         """lo, hi, n_q, n_k."""
         return *self.bounds.band_of, self.intervals.n_q, self.intervals.n_k
 
+    @cached_property
+    def _strides(self) -> tuple[int, list[int]]:
+        return strides(self.q, self.k, self.v, self.do)
+
     @property
     def numbers(self) -> tuple[int | float, ...]:
         """Those that all kernels of a backward end with."""
-        return *self.scores.numbers, *strides(self.q, self.k, self.v, self.do)
+        return *self.scores.numbers, *self._strides[1]
 
     def constants(self, tiles: Tiling) -> tuple[int | bool, ...]:
         """Those that all kernels of a backward begin with, up to BAND."""
-        return *constants(tiles, self.q, self.k, self.v, self.do), *self.scores.changed, self.bounds.band
+        unit, inputs = self._strides[0], (self.q, self.k, self.v, self.do)
+        return unit, *constants(tiles, *inputs), *self.scores.changed, self.bounds.band
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,7 @@ class _Portable:
         q, k, v = readable(q), readable(k), readable(v)
         batch, rows, heads, _ = q.shape
         scores = self._scores(q, softmax_scale)
+        unit, steps = strides(q, k, v)
         tiles = tiles_for("forward", q, v, scores.dropout)
         bounds = row_bounds(intervals, lse)
         with on_device(q.device):
@@ -196,9 +203,9 @@ class _Portable:
                 (q, k, v, scores.words, out, lse, bounds.start, bounds.end),
                 (
                     *bounds.band_of, intervals.n_q, intervals.n_k, rows, heads // k.shape[2],
-                    *scores.numbers, *strides(q, k, v),
+                    *scores.numbers, *steps,
                 ),
-                (*constants(tiles, q, k, v), *scores.changed, bounds.band, first, tiles.held),
+                (unit, *constants(tiles, q, k, v), *scores.changed, bounds.band, first, tiles.held),
                 warps=tiles.warps,
             )  # fmt: skip
 

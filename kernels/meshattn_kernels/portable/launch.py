@@ -7,6 +7,7 @@ and nothing is tuned at run time.
 
 from __future__ import annotations
 
+import math
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -178,20 +179,19 @@ def tiles_for(which: Pass, q: Tensor, v: Tensor, dropout: bool) -> Tiling:
     return tiling(which, widths, q.dtype, capability, dropout)
 
 
-def strides(*tensors: Tensor) -> list[int]:
-    """Strides of batch and head of each, in units of `stride_unit`."""
-    unit = stride_unit(*tensors)
-    return [stride // unit for x in tensors for stride in (x.stride(0), x.stride(2))]
+def strides(*tensors: Tensor) -> tuple[int, list[int]]:
+    """A unit, and the strides of batch and head of each in it.
 
-
-def stride_unit(*tensors: Tensor) -> int:
-    """8 elements where that divides the strides of batch and head, as it does head sizes: 16 bytes, which one
-    instruction then loads."""
-    return 1 if any(x.stride(dim) % 8 for x in tensors for dim in (0, 2)) else 8
+    The unit is 8 elements where that divides them, as it does head sizes: 16 bytes, which one instruction
+    then loads.
+    """
+    elements = [stride for x in tensors for stride in (x.stride(0), x.stride(2))]
+    unit = math.gcd(8, *elements)
+    return unit, [stride // unit for stride in elements]
 
 
 def constants(tiles: Tiling, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> tuple[int | bool, ...]:
-    """The compile-time arguments that all kernels begin with: STRIDE_UNIT, strides of rows, D, D_V, PADDED_D,
+    """The compile-time arguments that all kernels have behind STRIDE_UNIT: strides of rows, D, D_V, PADDED_D,
     PADDED_D_V, Q_TILE, KV_TILE, STAGES, SINGLE, HOIST.
 
     The strides of rows follow from the layout of a model, not from a sequence, so that they cost few
@@ -199,7 +199,6 @@ def constants(tiles: Tiling, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> tu
     """
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     return (
-        stride_unit(q, k, v, *do),
         *(x.stride(1) for x in (q, k, v, *do)),
         head_dim,
         head_dim_v,
