@@ -105,10 +105,10 @@ _HALF: dict[Pass, dict[tuple[_Family, int], Tiling]] = {
         ("sm90", 128): Tiling(64, 64, stages=3, warps=8),
         ("sm90", 256): Tiling(32, 32, stages=3, warps=8),
         ("sm80", 64): Tiling(32, 64, stages=3, warps=8),
-        ("sm80", 128): Tiling(64, 32, stages=3, warps=8),
-        ("sm80", 256): Tiling(32, 16, stages=3, warps=8),
+        ("sm80", 128): Tiling(32, 32, stages=3, warps=8),
+        ("sm80", 256): Tiling(16, 32, stages=3, warps=8),
         ("small", 64): Tiling(32, 128, stages=3, warps=8),
-        ("small", 128): Tiling(32, 64, stages=3, warps=8),
+        ("small", 128): Tiling(64, 32, stages=2, warps=8),
         ("small", 256): Tiling(32, 32, stages=2, warps=8),
     },
 }
