@@ -33,7 +33,7 @@ from meshattn.sequence import ShardedSequence
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
 from meshattn_kernels.rules import REPEATABLE
-from meshattn_kernels.sharing import among, delay_some, leave_room, takes_parts
+from meshattn_kernels.sharing import among, delay_some, leave_room, patient, takes_parts
 
 _LONG_BLOCK = 1e12  # floating-point operations, 2 ms on a fast GPU: ten times what enqueueing a block takes
 _KEPT_CALLS = 32  # kinds of calls on one sequence that are not checked again: those of all layers of a model
@@ -235,6 +235,8 @@ def _plan_pass(
     taken = route(direction, shape, tile, masks.visibility, mesh.chunk, cuts=cuts, pace=pace)
     transports = mesh.transports(tile, device, taken.paths)
     crowd = max(transport.multiprocessors for transport in transports.values())
+    if crowd:  # the transport is to say who is late, before a kernel loses the GPU over it
+        kernel = patient(kernel, 2 * mesh.connection.timeout + 60)
     room = room_for(direction, shape, tile, pace) if mesh.connection.sharers == 1 else "none"
 
     def beside(moving: int, block: int) -> AttentionKernel:

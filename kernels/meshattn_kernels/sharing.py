@@ -34,6 +34,15 @@ def delay_some(
     return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), delay=(multiprocessors, units)))
 
 
+def patient(kernel: AttentionKernel, seconds: float) -> AttentionKernel:
+    """The kernel whose workers wait so long for each other before they give up, with the same bits: some of
+    them begin only when an exchange with another rank, which may come late, has given back its
+    multiprocessors. Kernels without a field ``patience`` come back as they are."""
+    if not hasattr(kernel, "patience"):
+        return kernel
+    return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), patience=seconds))
+
+
 def among(
     kernel: AttentionKernel, device: torch.device, ranks: int, multiprocessors: int = 0
 ) -> AttentionKernel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -454,7 +455,7 @@ from meshattn_kernels import UNBOUNDED, BandIntervals
 from meshattn_kernels.hopper import plans
 from meshattn_kernels.hopper.kernel import HopperKernel
 
-kernel, intervals = HopperKernel(), BandIntervals(-UNBOUNDED, UNBOUNDED, 128, 128)
+kernel, intervals = HopperKernel(**KEYWORDS), BandIntervals(-UNBOUNDED, UNBOUNDED, 128, 128)
 x = torch.zeros(1, 128, 1, 64, dtype=torch.bfloat16, device="cuda")
 rows = torch.zeros(1, 1, 128, device="cuda")
 acc = [torch.empty(1, 128, 64, device="cuda").view(1, 128, 1, 64) for _ in range(3)]
@@ -466,9 +467,13 @@ torch.cuda.synchronize()
 """
 
 
-def test_a_turn_that_never_comes_ends_with_a_message() -> None:
-    ended = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("patience", [10.0, 30.0], ids="patience-{}".format)
+def test_a_turn_that_never_comes_ends_with_a_message(patience: float) -> None:
+    program = BROKEN.replace("KEYWORDS", f"{{'patience': {patience}}}")
+    begin = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
     assert ended.returncode != 0
+    assert time.monotonic() - begin > patience / 2, "a read takes more than half of a microsecond"
     assert "waited in vain for turn 7 of an ordered sum, which stands at 0" in ended.stderr
 
 

@@ -20,7 +20,7 @@ from meshattn.plan.cost import CallShape, Room, costs, delay_units, room_for
 from meshattn.plan.schedule import Direction
 from meshattn.transport.threads import ThreadTransport
 from meshattn_kernels.reference import ReferenceKernel
-from meshattn_kernels.sharing import among, delay_some, leave_room
+from meshattn_kernels.sharing import among, delay_some, leave_room, patient
 
 CUDA = torch.device("cuda", 0)
 DIRECTIONS: dict[Direction, Room] = {"forward": "at first", "backward": "none"}
@@ -53,6 +53,37 @@ def test_a_kernel_is_told_which_workers_begin_late_where_it_can_be() -> None:
     assert delay_some(plain, CUDA, 16, 9) is plain
     for same in ((Told(), CUDA, 0, 9), (Told(), CUDA, 16, 0), (Told(), torch.device("cpu"), 16, 9)):
         assert delay_some(*same) is same[0]
+
+
+@dataclass(frozen=True)
+class Waiting(ReferenceKernel):
+    patience: float = 10.0
+
+
+def test_a_kernel_is_told_how_long_to_wait_where_it_waits() -> None:
+    assert patient(Waiting(), 90.0) == Waiting(patience=90.0)
+    plain = ReferenceKernel()
+    assert patient(plain, 90.0) is plain
+
+
+@pytest.mark.parametrize("multiprocessors", [0, 16])
+def test_kernels_wait_longer_than_the_transport_that_holds_their_multiprocessors(
+    multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    timeout = 50.0
+
+    def told(kernel: ReferenceKernel, seconds: float) -> ReferenceKernel:
+        waited.append(seconds)
+        return kernel
+
+    monkeypatch.setattr(ThreadTransport, "multiprocessors", multiprocessors)
+    monkeypatch.setattr(calls, "patient", told)
+    case = Case(Tile(1, 3), Shape(B=1, S=19, H=2, H_kv=1, D=8), causal=True)
+    (by_rank,) = run_cases([case], timeout=timeout, kernel="reference")
+    assert_equals_oracle(case, by_rank)
+    assert bool(waited) == bool(multiprocessors)
+    assert all(seconds > timeout for seconds in waited)
 
 
 def test_ranks_that_share_a_gpu_share_its_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:

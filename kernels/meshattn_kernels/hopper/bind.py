@@ -117,6 +117,7 @@ def bind_backward(
     scale: float,
     first: tuple[bool, bool],
     ordered: bool,
+    patience: float,
 ) -> Launch:
     call = plan.call
     (q, k, v, do), (dq, dk, dv) = inputs, accs
@@ -149,7 +150,7 @@ def bind_backward(
             descriptor(init, (2 * plan.num_rows,), (1,), (q_tile,)),
             tiles_of(dk, call.rows_k, CONSUMER_ROWS, d_tile),
             tiles_of(dv, call.rows_k, CONSUMER_ROWS, dv_tile),
-            dk, dv, dk_parts, dv_parts, mask.start, mask.end, counters, mailbox(),
+            dk, dv, dk_parts, dv_parts, mask.start, mask.end, counters, mailbox(patience),
             table.worker_start, table.tasks, table.steps,
             mask.lo, mask.hi, n_q, n_k, call.heads, call.kv_heads, table.kv_heads, call.rows_k,
             table.query_tiles, len(plan.parts_of_tiles), plan.first_part_tile, plan.num_rows, scale,

@@ -5,26 +5,34 @@ they mean."""
 from __future__ import annotations
 
 import atexit
+import math
 import sys
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 
 FAILED = 1
+PATIENCE = 10.0
+"""Seconds; no kernel gives up sooner."""
+READS_PER_SECOND = 1_000_000
+"""Of a counter that another block counts up, more or less."""
 
 
-@lru_cache(maxsize=1)
-def mailbox() -> Tensor:
-    """Pinned int32 [4] that kernels may write: FAILED, worker, turn that was due, turn that came."""
-    box = torch.zeros(4, dtype=torch.int32, pin_memory=True)
+@cache
+def mailbox(patience: float) -> Tensor:
+    """Pinned int32 [5]. Kernels may write four: FAILED, worker, turn that was due, turn that came. One they
+    read: how often they look before they give up, which takes so many seconds, half an hour at most. It lives
+    as long as the process: graphs know its address."""
+    box = torch.zeros(5, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+    box[4] = min(math.ceil(patience * READS_PER_SECOND), 2**31 - 1)
     atexit.register(_report, box)
     return box
 
 
 def describe(box: Tensor) -> str | None:
     """A sentence if a kernel has failed."""
-    state, worker, wanted, seen = box.tolist()
+    state, worker, wanted, seen, _ = box.tolist()
     if state != FAILED:
         return None
     return (

@@ -30,6 +30,7 @@ from meshattn_kernels.dash.placement import NO_DELAY, Delay
 from meshattn_kernels.device import multiprocessors, on_device
 from meshattn_kernels.dispatch import check_call
 from meshattn_kernels.hopper.bind import bind_backward, bind_forward, finished_dkv, finished_dq
+from meshattn_kernels.hopper.failure import PATIENCE
 from meshattn_kernels.hopper.launch import tma_ready
 from meshattn_kernels.hopper.plans import (
     BackwardPlan,
@@ -58,6 +59,8 @@ class HopperKernel:
     schedule            name of a backward schedule of ``dash``; None is the default of the shape.
     part                see ``sharing.of_part``.
     delay               see ``sharing.delay_some``.
+    patience            seconds that a worker of a backward waits for its turn, at least, before it takes the
+                        wait to be without end, and the GPU context with it. See ``sharing.patient``.
     """
 
     workers: int | None = None
@@ -65,6 +68,7 @@ class HopperKernel:
     schedule: str | None = None
     part: tuple[int, int] = (0, 1)
     delay: Delay = NO_DELAY
+    patience: float = PATIENCE
 
     name: ClassVar[str] = "hopper"
     writes_finished: ClassVar[frozenset[AccumulatorKind]] = frozenset({"out", "dkv"})
@@ -74,6 +78,8 @@ class HopperKernel:
             raise ValueError(
                 f"workers is {self.workers}; it must be at least 1, or None for all multiprocessors"
             )
+        if not self.patience > 0:
+            raise ValueError(f"patience is {self.patience}; it must be a positive number of seconds")
 
     def accumulator_shapes(self, kind: AccumulatorKind, **sizes: Unpack[ChunkSizes]) -> Shapes:
         return heads_first(kind, **sizes) if kind == "dq" else rows_first(kind, **sizes)
@@ -160,7 +166,7 @@ class HopperKernel:
             *[(x.data_ptr(), x.shape, x.stride()) for x in (q, k, v, do, lse, delta)],
             accs[0].data_ptr(), accs[1].data_ptr(), accs[2].data_ptr(), q.dtype, accs[1].dtype,
             q.get_device(), _identity_of(intervals), softmax_scale, first_dq, first_dkv,
-            self.workers, self.schedule, self.deterministic, self.part,
+            self.workers, self.schedule, self.deterministic, self.part, self.patience,
         )  # fmt: skip
         known = _backwards.get(key)
         if known is None:
@@ -192,7 +198,7 @@ class HopperKernel:
             if launch is None:
                 launch = launches.put(scratch.data_ptr(), bind_backward(
                     plan, (q, k, v, do), (lse, delta), accs, scratch, intervals,
-                    float(softmax_scale), (first_dq, first_dkv), self.deterministic,
+                    float(softmax_scale), (first_dq, first_dkv), self.deterministic, self.patience,
                 ))  # fmt: skip
             launch()
 

@@ -15,10 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from meshattn_kernels.hopper.shim import reinterpret, store_tile, tma_reduce_add
 
-# A wait can only fail to end if not all blocks are resident or a table is wrong: some ten seconds of reads.
+# A wait can only fail to end if not all blocks are resident or a table is wrong. After some ten seconds of
+# reads the mailbox (failure.py) says how many there may be.
 _SPIN = """{ .reg .pred again, stuck; .reg .b32 seen, reads, worker; mov.b32 reads, 0;
 SPIN: ld.acquire.gpu.global.b32 seen, [$1];
 add.s32 reads, reads, 1; setp.lt.s32 again, seen, $2; setp.gt.s32 stuck, reads, 10000000;
+@stuck bra LATE;
+@again bra SPIN;
+bra DONE;
+LATE: ld.volatile.global.b32 worker, [$3+16]; setp.gt.s32 stuck, reads, worker;
 @stuck bra STUCK;
 @again bra SPIN;
 bra DONE;
