@@ -104,7 +104,7 @@ def max_spilled_bytes(target: int, variant: Variant) -> int:
     """64; 128 with dropout, whose random numbers take registers, which more warps or smaller tiles would have
     but for half the speed, and for a narrow head beside a wider one, whose tiles are widened and masked (see
     ``launch.padded_dims``); and exceptions for head sizes above 64 in 16 bits on sm_90, and for the forward
-    that merges on sm_120.
+    that merges on sm_86, 89 and 120.
 
     Up to 128, dk, dv and the keys that are held fill the registers. What is spilled serves the loop of tiles
     that need a mask, which are few: 20 percent faster than tiles that leave registers free. Above 128, before
@@ -112,8 +112,8 @@ def max_spilled_bytes(target: int, variant: Variant) -> int:
     not in the loop, and tiles that do not reach 60 percent of the speed. dk and dv fill half of all registers
     too: some releases spill a little, and tiles that never do reach 75 percent of the speed.
 
-    On sm_120 ptxas keeps the addresses by which the sum of earlier blocks came into the layout of products
-    for the way back: it spills them before the loops and loads them behind, never in them.
+    On sm_86, 89 and 120 ptxas stores what it spills before the loops, where the sum of earlier blocks comes
+    into the layout of products, and loads it behind them: no loop spills.
     """
     if not variant.aligned:
         return 1536  # every element has an address of its own, in a call that is slow anyway
@@ -125,7 +125,7 @@ def max_spilled_bytes(target: int, variant: Variant) -> int:
         return 448
     if target == 90 and large and variant.which == "dkdv":
         return 128
-    if target == 120 and size <= 64 and variant.which == "forward" and not variant.first:
+    if target in (86, 89, 120) and size <= 64 and variant.which == "forward" and not variant.first:
         return 192
     widened = target == 90 and min(variant.head_dim, variant.head_dim_v) <= 32 < size
     return 128 if variant.dropout or widened else MAX_SPILLED_BYTES
