@@ -187,6 +187,9 @@ def _measure(
             flop[peer.name] = {p: x / ranks for p, x in case.flop().items()}
     found = Result(case, {}, {}, {}, {}, flop, absent)
 
+    if not contenders:
+        return found
+
     def after_round(turns: dict[str, list[Turn]]) -> None:
         if dist.get_rank() == 0:
             keep(replace(found, turns=turns))
@@ -225,6 +228,7 @@ def _made(
     wanted = [(cut, kind) for cut in chosen for kind in (*kinds, *(grouped if cut.heads > 1 else ()))]
     for cut, kind in wanted:
         name = f"{name_of(cut)} {kind}"
+        contender = None
         try:
             contender = ours_by_transport(case, cut, kind, device, options.timeout)()
             if kind != "skipped":
@@ -234,6 +238,8 @@ def _made(
         except (ValueError, Wrong) as error:  # on all ranks alike; it costs the others nothing
             absent[name] = str(error)
             _say(f"{name} cannot be timed: {error}")
+            if contender is not None:
+                contender.mesh.close()
     return made, absent
 
 

@@ -73,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = ""
     for name, kind in zip(options.cut, options.transport, strict=True):
         cut = cut_of(name)
+        mesh = None
         try:
             mesh = ma.init_attention_mesh(
                 tile=cut.tile, heads=cut.heads, transport=kind, timeout=options.timeout
@@ -80,6 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
             check(mesh, case, device, exact)
         except (ValueError, Wrong) as error:  # on all ranks alike; it costs the others nothing
             wrong.append(f"{name} {kind}: {error}")
+            if mesh is not None:
+                mesh.close()
             continue
         say(f"{name} {kind} is right on a short sequence")
         found = measure(

@@ -235,7 +235,8 @@ def _plan_pass(
     taken = route(direction, shape, tile, masks.visibility, mesh.chunk, cuts=cuts, pace=pace)
     transports = mesh.transports(tile, device, taken.paths)
     crowd = max(transport.multiprocessors for transport in transports.values())
-    if crowd:  # the transport is to say who is late, before a kernel loses the GPU over it
+    exchanges_of_heads = mesh.head_transport(device).multiprocessors if len(mesh.head_ranks) > 1 else 0
+    if crowd or exchanges_of_heads:  # they are to say who is late, before a kernel loses the GPU over it
         kernel = patient(kernel, 2 * mesh.connection.timeout + 60)
     room = room_for(direction, shape, tile, pace) if mesh.connection.sharers == 1 else "none"
 

@@ -89,7 +89,8 @@ def _scaling(folder: Path) -> Iterator[tuple[str, str, str]]:
     for record in _records(folder):
         where, _, name = str(record["case"]).partition("-P")
         length = int(where.split("-")[1].removeprefix("S"))
-        if record["metric"] == "both TFLOP/s per rank" and name.endswith("-symmetric") and record["ratio"]:
+        both = record["metric"] == "both TFLOP/s per rank" and record["peer"] == "one GPU"
+        if both and name.endswith("-symmetric") and record["ratio"]:
             shares.setdefault(length, {})[name.split("-")[1]] = record["ratio"]
     for length, cuts in shares.items():
         ring, best = next(iter(cuts)), max(cuts, key=lambda cut: cuts[cut])

@@ -151,7 +151,7 @@ class NcclGroup:
 
 def runs(function: Callable[..., object]) -> bool:
     """Whether some thread is inside of it."""
-    code = inspect.unwrap(function).__code__
+    code = getattr(inspect.unwrap(function), "__code__", None)  # somebody's replacement may have none
     frames: list[FrameType | None] = [*sys._current_frames().values()]
     while frames:
         frame = frames.pop()

@@ -15,11 +15,14 @@ CASE = "B1-S{}-H32-H_kv8-D128-bfloat16-causal-striped-P4-{}"
 
 
 def _write(folder: Path, figures: Mapping[tuple[str, str], tuple[float, float | None]]) -> None:
-    """Figures and ratios, by case and metric."""
+    """Figures and ratios, by case and metric; and other ratios, to a GPU with its links awake."""
     folder.mkdir()
     lines = [
-        json.dumps({"case": case, "metric": metric, "ours": ours, "ratio": ratio})
+        json.dumps(
+            {"case": case, "metric": metric, "ours": ours, "peer": peer, "ratio": ratio and ratio + more}
+        )
         for (case, metric), (ours, ratio) in figures.items()
+        for peer, more in (("one GPU", 0.0), ("one GPU awake", 0.02))[: 2 if ratio else 1]
     ]
     (folder / "x.jsonl").write_text("\n".join(lines))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -120,3 +121,4 @@ def test_whether_a_function_runs_in_some_thread() -> None:
     leave.set()
     thread.join()
     assert not runs(outer)
+    assert not runs(functools.partial(outer)), "nobody can see whether that runs"

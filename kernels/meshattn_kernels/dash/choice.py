@@ -112,6 +112,7 @@ def heads_in_flight(head_dim: int, rows: int, *, uniform: bool) -> int:
     return 1 << (max(1, fit, slack).bit_length() - 1)
 
 
+@lru_cache(maxsize=256)
 def _best_cut(ranges: TileRanges, units: int, group: int, in_flight: int) -> tuple[int, int, int] | None:
     """Arguments of ``cut_ends``, if to cut tiles is worth while. Each launch goes to the nominal worker that
     is free first; the chain of turns of those that begin their whole tiles together comes on top."""

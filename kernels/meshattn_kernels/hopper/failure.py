@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 FAILED = 1
+MOST_LOOKS = 2**31 - 2
+"""Kernels give up behind that many, counted in int32."""
 PATIENCE = 10.0
 """Seconds; no kernel gives up sooner."""
 READS_PER_SECOND = 1_000_000
@@ -22,10 +24,10 @@ READS_PER_SECOND = 1_000_000
 @cache
 def mailbox(patience: float) -> Tensor:
     """Pinned int32 [5]. Kernels may write four: FAILED, worker, turn that was due, turn that came. One they
-    read: how often they look before they give up, which takes so many seconds, half an hour at most. It lives
-    as long as the process: graphs know its address."""
+    read: how often they look before they give up, which takes so many seconds, but for very many. It lives as
+    long as the process: graphs know its address."""
     box = torch.zeros(5, dtype=torch.int32, pin_memory=torch.cuda.is_available())
-    box[4] = min(math.ceil(patience * READS_PER_SECOND), 2**31 - 1)
+    box[4] = math.ceil(min(patience * READS_PER_SECOND, MOST_LOOKS))
     atexit.register(_report, box)
     return box
 
