@@ -155,9 +155,10 @@ def report(
             found.update(comparisons(out, scale))
         return predictions(found, out)
 
+    ran = {x.step.name for x in outcomes if x.code not in (NOT_YET, NO_TIME)}
     told = _or_why(predicted)  # first: the next needs what it finds
     sections = {
-        "To be shown": _or_why(lambda: marks(out, scale, found)),
+        "To be shown": _or_why(lambda: marks(out, scale, found, ran)),
         "Training": _or_why(lambda: training(out, records)),
         "Predicted and measured": told,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,23 +64,27 @@ def predictions(found: Mapping[str, Comparison], out: Path) -> str:
     return "\n\n".join(parts)
 
 
-def marks(out: Path, scale: Scale, found: Mapping[str, Comparison]) -> str:
-    """What was to be shown, what is wanted, and what was found, of what has run."""
-    rows = [*_marks(out, scale, found)]
+def marks(out: Path, scale: Scale, found: Mapping[str, Comparison], steps: Container[str]) -> str:
+    """What was to be shown, what is wanted, and what these steps found: others may have left figures of an
+    earlier run."""
+    rows = [*_marks(out, scale, found, steps)]
     return table(["measure", "wanted", "found"], rows) if rows else ""
 
 
-def _marks(out: Path, scale: Scale, found: Mapping[str, Comparison]) -> Iterator[tuple[str, str, str]]:
+def _marks(
+    out: Path, scale: Scale, found: Mapping[str, Comparison], steps: Container[str]
+) -> Iterator[tuple[str, str, str]]:
     """Where ranks share GPUs, of times only those over slow links tell anything."""
-    for record in _records(out / "self-test"):
+    for record in _records(out / "self-test") if "self-test" in steps else ():
         if record["metric"] == "wrong cases":
             yield "self-test: wrong cases", "0", f"{record['ours']:.0f}"
-    if scale.real:
+    if scale.real and "tables" in steps:
         yield from _scaling(out / "tables")
         if "tables" in found:
             right, pairs = found["tables"].order
             yield "tables: pairs of cuts in the predicted order", f"{pairs}", f"{right}"
-    yield from _slow(out / "slow-links")
+    if "slow-links" in steps:
+        yield from _slow(out / "slow-links")
 
 
 def _scaling(folder: Path) -> Iterator[tuple[str, str, str]]:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -47,6 +47,8 @@ class NcclGroup:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         self._device = device
+        # Who destroys one of these waits for its communicator. PyTorch takes None for all.
+        self._ends_with = (None, group, dist.group.WORLD)
         self._backend = group._get_backend(device)
         # PyTorch's own watch would end the process, and name neither step nor transfer.
         self._backend._set_default_timeout(timedelta(seconds=2 * timeout + 60))
@@ -122,7 +124,7 @@ class NcclGroup:
     def _make_way(self) -> None:
         """Who destroys process groups before the mesh is closed would wait for the end of its graphs without
         end: NCCL waits in a call that has let go of the interpreter, and PyTorch tells nobody before."""
-        if not (self._forget or self.captured) or not runs(dist.destroy_process_group):
+        if not (self._forget or self.captured) or not self._is_destroyed():
             self._held_up_since = None
             return
         if self._forget is not None:
@@ -132,6 +134,12 @@ class NcclGroup:
         if self.captured and time.monotonic() - self._held_up_since > _SUSPICIOUS:
             self.captured = False  # once
             print(_HELD_UP, file=sys.stderr, flush=True)
+
+    def _is_destroyed(self) -> bool:
+        return any(
+            any(frame.f_locals.get("group") is one for one in self._ends_with)
+            for frame in running(dist.destroy_process_group)
+        )
 
     def give_head_start(self) -> None:
         """Hold up the current stream, once, after exchanges have been started."""
@@ -149,17 +157,15 @@ class NcclGroup:
         self._watch.stop()
 
 
-def runs(function: Callable[..., object]) -> bool:
-    """Whether some thread is inside of it."""
+def running(function: Callable[..., object]) -> Iterator[FrameType]:
+    """Its frames in all threads."""
     code = getattr(inspect.unwrap(function), "__code__", None)  # somebody's replacement may have none
-    frames: list[FrameType | None] = [*sys._current_frames().values()]
-    while frames:
-        frame = frames.pop()
-        if frame is not None:
-            if frame.f_code is code:
-                return True
-            frames.append(frame.f_back)
-    return False
+    for frame in sys._current_frames().values():
+        inner: FrameType | None = frame
+        while inner is not None:
+            if inner.f_code is code:
+                yield inner
+            inner = inner.f_back
 
 
 def may_record() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from across_ranks import many_steps
@@ -11,6 +11,7 @@ from across_ranks.many_findings import comparisons, marks, predictions
 from meshattn.plan.topology import load_topology
 
 SCALES = {name: many_steps.scale_of(4, gpus) for name, gpus in (("real", 4), ("shared", 1), ("cpu", 0))}
+STEPS = "self-test", "tables", "slow-links"
 CASE = "B1-S{}-H32-H_kv8-D128-bfloat16-causal-striped-P4-{}"
 
 
@@ -64,8 +65,8 @@ def test_what_was_to_be_shown_stands_beside_what_was_found(tmp_path: Path) -> No
     _write(tmp_path / "slow-links", slow)
     _write(tmp_path / "self-test", {("P4", "wrong cases"): (2, None)})
 
-    def told(scale: str) -> list[list[str]]:
-        lines = marks(tmp_path, SCALES[scale], {}).splitlines()[2:]
+    def told(scale: str, steps: Sequence[str] = STEPS) -> list[list[str]]:
+        lines = marks(tmp_path, SCALES[scale], {}, steps).splitlines()[2:]
         return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
     beyond = ["slow links: time of ring's beyond bytes of ring's", "within 10%", "-11.4% (4x1 backward)"]
@@ -78,7 +79,11 @@ def test_what_was_to_be_shown_stands_beside_what_was_found(tmp_path: Path) -> No
         beyond,
     ]
     assert told("shared") == [wrong, beyond]
+    assert told("real", ["self-test"]) == [wrong] and told("real", ["slow-links"]) == [beyond], (
+        "not of others"
+    )
+    assert not told("real", [])
 
 
 def test_nothing_is_told_of_what_did_not_run(tmp_path: Path) -> None:
-    assert not marks(tmp_path, SCALES["real"], comparisons(tmp_path, SCALES["real"]))
+    assert not marks(tmp_path, SCALES["real"], comparisons(tmp_path, SCALES["real"]), STEPS)

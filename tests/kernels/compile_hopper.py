@@ -205,6 +205,7 @@ def covering_set() -> Iterator[Variant]:
     yield forward(128, FULL, first=True)
     yield forward(128, BAND, first=False)
     yield forward(128, BAND, first=True, finished=True)
+    yield forward(64, BAND, first=True, head_dim_v=128, finished=True)
     yield forward(64, ARRAY, first=True)
     yield forward(64, FULL, first=False, dtype="fp16")
     yield forward(96, ARRAY, first=False, head_dim_v=64)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from meshattn.transport import nccl
-from meshattn.transport.nccl import NcclGroup, runs
+from meshattn.transport.nccl import NcclGroup, running
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(30)
@@ -35,6 +35,9 @@ class Group:
     def __init__(self) -> None:
         self.free = threading.Event()
 
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(_set_default_timeout=lambda timeout: None)
+
     def shutdown(self) -> None:
         assert self.free.wait(20), "it waits for ever"
 
@@ -52,12 +55,10 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
 
 
 @pytest.fixture
-def of_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclGroup]:
+def of_nccl(group: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclGroup]:
     """What the transport has beside the group; its thread watches."""
     monkeypatch.setattr(nccl, "enter_watching_thread", lambda device: None)
-    backend = SimpleNamespace(_set_default_timeout=lambda timeout: None)
-    of_backend: Any = SimpleNamespace(_get_backend=lambda device: backend)
-    made = NcclGroup(of_backend, torch.device("cpu"), 5.0)
+    made = NcclGroup(group, torch.device("cpu"), 5.0)
     made._watch.add(Pending())
     yield made
     made.close()
@@ -78,6 +79,26 @@ def test_groups_that_are_destroyed_do_not_wait_for_graphs_of_the_mesh(
     destroy: Any = dist.destroy_process_group
     destroy(group)
     assert dropped == ["graphs"]
+
+
+def test_the_end_of_another_group_leaves_graphs_alone(of_nccl: NcclGroup) -> None:
+    dropped: list[str] = []
+    of_nccl.record(lambda: dropped.append("graphs"))
+    of_nccl.recorded()
+    leave = threading.Event()
+
+    def as_pytorch(group: Any) -> None:
+        leave.wait(10)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", as_pytorch)
+        for group, concerned in ((Group(), False), (None, True)):
+            leave.clear()
+            destroying = threading.Thread(target=dist.destroy_process_group, args=(group,))
+            destroying.start()
+            assert eventually(lambda: bool(dropped), 0.6) == concerned
+            leave.set()
+            destroying.join()
 
 
 def test_graphs_of_the_user_that_hold_it_up_are_named(
@@ -104,7 +125,7 @@ def test_graphs_of_the_user_that_hold_it_up_are_named(
     assert not destroying.is_alive() and said.count("destroy_process_group() waits") == 1
 
 
-def test_whether_a_function_runs_in_some_thread() -> None:
+def test_the_frames_of_a_function_that_runs_in_some_thread() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def outer() -> None:
@@ -114,11 +135,11 @@ def test_whether_a_function_runs_in_some_thread() -> None:
         inside.set()
         leave.wait(10)
 
-    assert not runs(outer)
+    assert not [*running(outer)]
     thread = threading.Thread(target=outer)
     thread.start()
-    assert inside.wait(10) and runs(outer) and runs(inner)
+    assert inside.wait(10) and len([*running(outer)]) == len([*running(inner)]) == 1
     leave.set()
     thread.join()
-    assert not runs(outer)
-    assert not runs(functools.partial(outer)), "nobody can see whether that runs"
+    assert not [*running(outer)]
+    assert not [*running(functools.partial(outer))], "nobody can see whether that runs"
