@@ -30,6 +30,7 @@ from meshattn.plan.route import route
 from meshattn.plan.schedule import Direction
 from meshattn.program import Call, Program
 from meshattn.sequence import ShardedSequence
+from meshattn.transport.watch import outlasting
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
 from meshattn_kernels.rules import REPEATABLE
@@ -237,7 +238,7 @@ def _plan_pass(
     crowd = max(transport.multiprocessors for transport in transports.values())
     exchanges_of_heads = mesh.head_transport(device).multiprocessors if len(mesh.head_ranks) > 1 else 0
     if crowd or exchanges_of_heads:  # they are to say who is late, before a kernel loses the GPU over it
-        kernel = patient(kernel, 2 * mesh.connection.timeout + 60)
+        kernel = patient(kernel, outlasting(mesh.connection.timeout))
     room = room_for(direction, shape, tile, pace) if mesh.connection.sharers == 1 else "none"
 
     def beside(moving: int, block: int) -> AttentionKernel:

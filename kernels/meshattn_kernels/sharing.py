@@ -31,7 +31,7 @@ def delay_some(
     """
     if not multiprocessors or not units or device.type != "cuda" or not hasattr(kernel, "delay"):
         return kernel
-    return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), delay=(multiprocessors, units)))
+    return _changed(kernel, delay=(multiprocessors, units))
 
 
 def patient(kernel: AttentionKernel, seconds: float) -> AttentionKernel:
@@ -40,7 +40,7 @@ def patient(kernel: AttentionKernel, seconds: float) -> AttentionKernel:
     multiprocessors. Kernels without a field ``patience`` come back as they are."""
     if not hasattr(kernel, "patience"):
         return kernel
-    return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), patience=seconds))
+    return _changed(kernel, patience=seconds)
 
 
 def among(
@@ -60,7 +60,7 @@ def _limited(kernel: AttentionKernel, device: torch.device, parts: int, taken: i
     if device.type != "cuda" or not hasattr(kernel, "workers"):
         return kernel
     workers = max(1, (kernel.workers or gpu.multiprocessors(device)) // parts - taken)
-    return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), workers=workers))
+    return _changed(kernel, workers=workers)
 
 
 def takes_parts(kernel: AttentionKernel) -> bool:
@@ -74,7 +74,12 @@ def of_part(kernel: AttentionKernel, part: int, parts: int) -> AttentionKernel:
     after the other, are the block."""
     if parts == 1:
         return kernel
-    return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), part=(part, parts)))
+    return _changed(kernel, part=(part, parts))
+
+
+def _changed(kernel: AttentionKernel, **fields: Any) -> AttentionKernel:
+    """Kernels are frozen dataclasses, each with fields of its own."""
+    return cast(AttentionKernel, dataclasses.replace(cast(Any, kernel), **fields))
 
 
 def heads_of(kv_heads: int, part: tuple[int, int]) -> range:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import dlpack
 
 from meshattn.transport.cuda_driver import enter_watching_thread
-from meshattn.transport.watch import Watch, end_process
+from meshattn.transport.watch import Watch, end_process, outlasting
 
 _TELLING = 0.2  # seconds until NCCL's kernels know of the abort
 _HEAD_START = 20_000  # clock cycles, about 10 us: more than twice what NCCL's kernel lags behind
@@ -51,7 +51,7 @@ class NcclGroup:
         self._ends_with = (None, group, dist.group.WORLD)
         self._backend = group._get_backend(device)
         # PyTorch's own watch would end the process, and name neither step nor transfer.
-        self._backend._set_default_timeout(timedelta(seconds=2 * timeout + 60))
+        self._backend._set_default_timeout(timedelta(seconds=outlasting(timeout)))
         self._watch = Watch(
             timeout, lambda: enter_watching_thread(device), end_process, look_around=self._make_way
         )

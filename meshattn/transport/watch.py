@@ -24,6 +24,11 @@ _LONGEST_PAUSE = 0.25  # seconds between two looks
 _RESCUE_PAUSE = 0.005
 
 
+def outlasting(timeout: float) -> float:
+    """Seconds for others that give up without a name, so that a watch with ``timeout`` speaks first."""
+    return 2 * timeout + 60
+
+
 def end_process(failure: str) -> None:
     """Nothing can free the streams any more: an end with a message is better than none."""
     print(

@@ -32,24 +32,11 @@ from meshattn_kernels.portable.tiles import (
     to_base,
 )
 
+NUMBERS = ("lo", "hi", "n_q", "n_k", "rows", "group", "factor", "scale", *SCORE_NUMBERS, *HEAD_STRIDES)
+"""Of both kernels."""
 
-@triton.jit(
-    do_not_specialize=[
-        "lo",
-        "hi",
-        "n_q",
-        "n_k",
-        "rows",
-        "keys",
-        "group",
-        "part_heads",
-        "part_stride",
-        "factor",
-        "scale",
-        *SCORE_NUMBERS,
-        *HEAD_STRIDES,
-    ]
-)
+
+@triton.jit(do_not_specialize=[*NUMBERS, "keys", "part_heads", "part_stride"])
 def dkdv_kernel(
     q_ptr,  # [B, C_q, H, D]
     k_ptr,  # [B, C_k, H_kv, D]
@@ -181,20 +168,7 @@ def dkdv_kernel(
     add_tile(dv_ptr, dv, t0, keys, kv_heads * D_V, FIRST, KV_TILE, D_V, PADDED_D_V)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "lo",
-        "hi",
-        "n_q",
-        "n_k",
-        "rows",
-        "group",
-        "factor",
-        "scale",
-        *SCORE_NUMBERS,
-        *HEAD_STRIDES,
-    ]
-)
+@triton.jit(do_not_specialize=[*NUMBERS])
 def dq_kernel(
     q_ptr,  # [B, C_q, H, D]
     k_ptr,  # [B, C_k, H_kv, D]

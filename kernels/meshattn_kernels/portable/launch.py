@@ -198,16 +198,17 @@ def constants(tiles: Tiling, q: Tensor, k: Tensor, v: Tensor, *do: Tensor) -> tu
     compilations; as constants they save registers and address arithmetic in every step.
     """
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    capability = capability_of(q.device)
     return (
         *(x.stride(1) for x in (q, k, v, *do)),
         head_dim,
         head_dim_v,
-        *padded_dims(head_dim, head_dim_v, capability_of(q.device)),
+        *padded_dims(head_dim, head_dim_v, capability),
         tiles.q_tile,
         tiles.kv_tile,
         tiles.stages,
         q.dtype == torch.float32,
-        hoists(q.dtype, capability_of(q.device)),
+        hoists(q.dtype, capability),
     )
 
 
