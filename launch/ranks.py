@@ -41,6 +41,10 @@ def choose_device(choice: str, local_rank: int, local_ranks: int) -> tuple[torch
 @contextmanager
 def joined(device: torch.device, why: str, timeout: float) -> Iterator[Place]:
     """Join the process group of torchrun, or one of this process alone, and leave it at the end."""
+    # The optimizer needs it. Imported while there is a group, it would hold it to the end of the process, and
+    # a thread of the group that still works when the interpreter is taken down aborts the process.
+    import torch._dynamo
+
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -8,6 +8,7 @@ The three kinds of attention see the same batches, start from the same weights a
 With a GPU for every rank of the machine it runs on NCCL, otherwise on gloo and the CPU.
 """
 
+import gc
 import json
 import os
 import sys
@@ -211,8 +212,14 @@ def main() -> None:
         if environment.get("LOCAL_RANK", "0") == "0":
             print(f"train.py: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from error
-    with joined(device, why, options.timeout) as place:
-        run(options, place)
+    code: int | str | None = 0
+    try:
+        with joined(device, why, options.timeout) as place:
+            run(options, place)
+    except SystemExit as stop:
+        code = stop.code
+    gc.collect()  # frames of an error, say, that refer to process groups, whose threads have to end first
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

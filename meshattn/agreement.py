@@ -25,6 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from meshattn.disagreement import absence, difference, digest, first_difference, named
 from meshattn.transport.base import TransportError
 from meshattn.transport.patience import within
+from meshattn.trouble import Trouble
 
 _REMEMBERED = 4096  # places of the pattern whose call is remembered; all ranks forget alike
 _LONGEST_RUN = 128  # calls of one kind in a row that are told apart: the layers of a model
@@ -86,15 +87,16 @@ class Agreement:
         self._call = ""
         self._words: Mapping[str, str] = {}
 
-    def enter(self, action: str, statement: Mapping[str, str], error: Exception | None = None) -> None:
+    def enter(self, action: str, statement: Mapping[str, str], trouble: Trouble | None = None) -> None:
         """Collective unless the call was foreseen; raises on every rank if the ranks differ or if one of
-        them has an error.
+        them has trouble.
 
         Args:
             action: name of the call.
             statement: what must be the same on all ranks, for people to read.
-            error: what is wrong with the call on this rank, if anything.
+            trouble: what is wrong with the call on this rank, if anything.
         """
+        trouble = trouble or Trouble()
         signature = (action, *statement.items())
         expected = self._next.get(self._last)
         self._next[self._last] = signature
@@ -104,9 +106,9 @@ class Agreement:
         run = self._last[2] + 1 if action == self._last[1] else 1
         self._last = (signature, action, min(run, _LONGEST_RUN))
         self._call, self._words = f"{action}, call {self._counts[action] + 1}", statement
-        if error is not None or signature != expected:
+        if trouble or signature != expected:
             try:
-                self._check(error, expected)
+                self._check(trouble, expected)
             except Exception:
                 self._forget()
                 raise
@@ -118,11 +120,11 @@ class Agreement:
         self,
         what: str,
         statement: Mapping[str, str],
-        error: Exception | None = None,
+        trouble: Trouble | None = None,
         *,
         lists: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Collective; raises on every rank if the ranks differ or if one of them has an error.
+        """Collective; raises on every rank if the ranks differ or if one of them has trouble.
 
         For what every step states anew, such as its documents: it is no part of the pattern of calls, which
         goes on as foreseen.
@@ -130,14 +132,14 @@ class Agreement:
         Args:
             what: is compared.
             statement: what must be the same on all ranks, for people to read.
-            error: what is wrong on this rank, if anything.
+            trouble: what is wrong on this rank, if anything.
             lists: numbers that must be the same too. A digest is compared; the numbers themselves are told
                 only if the ranks differ, and the first that does is named.
         """
         digests = {name: f"a list with digest {digest(numbers)}" for name, numbers in (lists or {}).items()}
         self._call, self._words = what, {**statement, **digests}
         try:
-            self._check(error, None, lists)
+            self._check(trouble or Trouble(), None, lists)
         except Exception:
             self._forget()
             raise
@@ -195,31 +197,28 @@ class Agreement:
 
     def _check(
         self,
-        error: Exception | None,
+        trouble: Trouble,
         expected: _Signature | None,
         lists: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         number, self._round = self._round, self._round + 1
-        told = None if error is None else (type(error).__name__, str(error))
-        mine = json.dumps([self._statement, told])
+        mine = json.dumps([self._statement, trouble.words])
         absent = ""
         try:
-            answers = within(
-                self._timeout + _STORE_GRACE, lambda: self._exchange(number, mine, error is None)
-            )
-            if answers is None and error is None:
+            answers = within(self._timeout + _STORE_GRACE, lambda: self._exchange(number, mine, not trouble))
+            if answers is None and not trouble:
                 absent = within(_STORE_GRACE, lambda: self._absent(number, expected))
         except (TimeoutError, RuntimeError) as failure:
-            if error is not None:
-                raise error from failure
+            if trouble:
+                trouble.let_out(failure)
             what = f"is gone; its host, mostly rank 0, has ended ({str(failure).partition(chr(10))[0]})"
             if isinstance(failure, TimeoutError):
                 what = f"does not answer within {self._timeout + _STORE_GRACE:g} s; its host has stalled"
             raise TransportError(
                 f"{self._statement['call']}: the store of the process group {what}"
             ) from failure
-        if error is not None:
-            raise error
+        if trouble:
+            trouble.let_out()
         if answers is None:
             raise RankMismatchError(absent)
         for rank, (_, theirs) in answers.items():

@@ -17,6 +17,7 @@ from meshattn.heads import HeadCall
 from meshattn.mesh import AttentionMesh
 from meshattn.packing import as_written
 from meshattn.transport.base import TransportError
+from meshattn.trouble import Trouble
 from meshattn_kernels.rules import WITHOUT_LSE_GRADIENT
 
 _Result = TypeVar("_Result")
@@ -95,9 +96,11 @@ def gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor 
     with ctx.mesh.agreement.one_thread, torch.no_grad():
         # Ranks that came to their backward passes in another order would add up each other's gradients.
         before = ctx.mesh.agreement.calls - ctx.number
-        error = _changed(saved, ctx.saved_looks) or _refused_gradient(ctx.call.inner.kernel.name, do, dlse)
+        trouble = Trouble(
+            _changed(saved, ctx.saved_looks) or _refused_gradient(ctx.call.inner.kernel.name, do, dlse)
+        )
         which = f"that of {before} calls before" if before else "that of the call just before"
-        ctx.mesh.agreement.enter("backward", {"forward pass": which}, error)
+        ctx.mesh.agreement.enter("backward", {"forward pass": which}, trouble)
         grads = _in_engine_room(ctx.mesh, ctx.call, work)
     if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients
         sources = [x for x in (*origins, sinks, do, dlse) if x is not None]

@@ -31,6 +31,7 @@ from meshattn.plan.schedule import Direction
 from meshattn.program import Call, Program
 from meshattn.sequence import ShardedSequence
 from meshattn.transport.watch import outlasting
+from meshattn.trouble import Trouble
 from meshattn_kernels import AttentionKernel, choose_kernel, get_kernel
 from meshattn_kernels.contract import accumulator_dtype
 from meshattn_kernels.rules import REPEATABLE
@@ -88,9 +89,9 @@ def _make_ready(given: Arguments) -> _Ready:
     """Check a call on this rank and with all others, and plan it. Collective."""
     seq, keys, options = given.seq, given.keys, given.options
     mesh = seq.mesh
-    error: Exception | None = None
+    trouble = Trouble()
     chosen = str(options.kernel)
-    try:
+    with trouble:
         check_transforms(q=given.q, k=given.k, v=given.v, sinks=given.sinks)
         check_keys(seq, keys)
         check_options(options)
@@ -106,14 +107,12 @@ def _make_ready(given: Arguments) -> _Ready:
         kernel = _check_kernel(options, q, v, masks)
         chosen = kernel.name
         mesh.split_heads(_shape(given), q.device)
-    except Exception as failure:  # whatever it is, the other ranks must not wait for this one
-        error = failure
     for sequence in (seq, keys):
         if isinstance(sequence, ShardedSequence) and sequence.mesh is mesh:
-            sequence.agree(error)
+            sequence.agree(trouble)
     # Ranks with other GPUs or versions may choose other kernels, whose accumulators do not fit together.
     statement = given.statement() | {"kernel": chosen}
-    mesh.agreement.enter(given.name, given.sequences() | statement, error)
+    mesh.agreement.enter(given.name, given.sequences() | statement, trouble)
     return _Ready(_plan(given, masks, kernel), statement)
 
 

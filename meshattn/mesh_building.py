@@ -20,6 +20,7 @@ from meshattn.mesh_arguments import (
 from meshattn.plan.assignment import Tile
 from meshattn.plan.topology import Topology
 from meshattn.transport.connect import Group, check_transport, choose, connect
+from meshattn.trouble import Trouble
 
 DEFAULT_TIMEOUT = 600.0
 
@@ -77,23 +78,19 @@ def init_attention_mesh(
     chosen: Tile | None = None
     cluster: Topology | None = None
     head_ranks = 1
-    error: Exception | None = None
+    trouble = Trouble()
     seconds = DEFAULT_TIMEOUT
-    try:
+    with trouble:
         seconds = seconds_of(timeout)
-    except ValueError as failure:
-        error = failure
     connection = connect(group, seconds)
     agreement = Agreement(connection.store, connection.name, connection.names, seconds)
-    try:
+    with trouble:
         check_transport(transport, group)
         cluster = None if topology is None else as_topology(topology)
         wanted = auto_heads(heads, num_heads, seq_len, tile, connection.size, cluster)
         head_ranks = checked_heads(wanted, head_groups, connection.size)
         chosen = checked_tile(tile, connection.size, head_ranks)
         check_switch("cuda_graphs", cuda_graphs)
-    except Exception as failure:  # whatever it is, the other ranks must not wait for this one
-        error = error or failure
     stated = {
         "ranks": str(list(connection.names)),
         "tile": str(chosen or "auto"),
@@ -102,6 +99,6 @@ def init_attention_mesh(
         "topology": digest(cluster),
         "transport": str(transport),
     }
-    agreement.enter("init_attention_mesh", stated, error)
+    agreement.enter("init_attention_mesh", stated, trouble)
     connection = choose(connection, transport)
     return AttentionMesh(connection, agreement, chosen, head_ranks, head_groups, cluster, cuda_graphs)

@@ -21,6 +21,7 @@ from meshattn.layouts import Layout, LayoutKind
 from meshattn.masks import BlockMasks, MaskRule, chunk_positions
 from meshattn.packing import as_written
 from meshattn.transport.base import TransportError
+from meshattn.trouble import Trouble
 from meshattn_kernels.intervals import UNBOUNDED
 
 if TYPE_CHECKING:
@@ -109,16 +110,16 @@ class ShardedSequence:
             f"{self.rows} rows on each of {self.mesh.size} ranks)"
         )
 
-    def agree(self, error: Exception | None) -> None:
+    def agree(self, trouble: Trouble) -> None:
         """Compare the documents with those of the other ranks, once for a sequence. Collective.
 
-        Raises on every rank if they differ, or if one of them has an ``error``.
+        Raises on every rank if they differ, or if one of them has ``trouble``.
         """
         if self.documents is None or self._agreed is not None:
             return
         lists = {"cu_seqlens": self.documents.bounds, "document_lengths": self.documents.lengths or ()}
         self.mesh.agreement.compare(
-            "the documents of a sequence", {"sequence": repr(self)}, error, lists=lists
+            "the documents of a sequence", {"sequence": repr(self)}, trouble, lists=lists
         )
         self._agreed = self.mesh.agreement.compared
 
@@ -148,16 +149,14 @@ class ShardedSequence:
             [.., S, ..] in global order.
         """
         self.mesh.require_open()
-        error: Exception | None = None
+        trouble = Trouble()
         stated = {"sequence": repr(self), "dim": str(dim)}
-        try:
+        with trouble:
             self._require("tensor", tensor, dim, self.rows)
             _refuse_grad(tensor, "unshard")
             stated["tensor"] = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
-        except Exception as failure:  # whatever it is, the other ranks must not wait for this one
-            error = failure
         with self.mesh.agreement.one_thread:
-            self.mesh.agreement.enter("unshard", stated, error)
+            self.mesh.agreement.enter("unshard", stated, trouble)
             try:
                 parts = self.mesh.connection.transport.all_gather(as_written(tensor).contiguous())
             except TransportError as failure:

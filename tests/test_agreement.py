@@ -19,6 +19,7 @@ from meshattn.disagreement import RULE
 from meshattn.mesh import AttentionMesh
 from meshattn.testing import run_ranks
 from meshattn.transport.base import TransportError
+from meshattn.trouble import Trouble
 
 RANKS = 3
 ODD = 1  # the rank that differs
@@ -171,7 +172,9 @@ def _packed(mesh: AttentionMesh) -> Any:
 
 
 def _missing(mesh: AttentionMesh) -> Any:
-    return mesh.agreement.enter("mesh_attention", {}, NotImplementedError("this option is not there yet"))
+    return mesh.agreement.enter(
+        "mesh_attention", {}, Trouble(NotImplementedError("this option is not there yet"))
+    )
 
 
 @pytest.mark.timeout(40)

@@ -11,6 +11,7 @@ from meshattn import agreement
 from meshattn.agreement import Agreement, RankMismatchError
 from meshattn.disagreement import absence
 from meshattn.transport.base import TransportError
+from meshattn.trouble import Trouble
 
 
 class CountingStore(HashStore):
@@ -83,7 +84,7 @@ def test_a_store_whose_host_has_ended_is_told_with_the_call() -> None:
     with pytest.raises(TransportError, match=r"^attend, call 1: the store .* is gone; .*\(Broken pipe\)$"):
         agreement.enter("attend", {"q": "alike"})
     with pytest.raises(ValueError, match="wrong here"):
-        agreement.enter("attend", {"q": "alike"}, ValueError("wrong here"))
+        agreement.enter("attend", {"q": "alike"}, Trouble(ValueError("wrong here")))
 
 
 def test_ranks_that_said_nothing_are_named() -> None:

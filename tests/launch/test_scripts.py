@@ -131,6 +131,20 @@ def test_a_problem_of_one_rank_names_it_and_other_files_are_found() -> None:
     )
 
 
+TELL_THREADS = """
+import atexit, glob, sys
+def tell():
+    if any(name.endswith("train.py") for name in sys.argv):
+        import os
+        from pathlib import Path
+        names = [open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm")]
+        told = Path(__file__).with_name("threads-" + os.environ.get("RANK", "0"))
+        told.write_text(" ".join(name for name in names if "gloo" in name))
+atexit.register(tell)
+"""
+"""At the end of a rank: which threads of process groups are still there."""
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "arguments", "message"),
     [
@@ -142,8 +156,12 @@ def test_a_problem_of_one_rank_names_it_and_other_files_are_found() -> None:
     ],
     ids=["missing-P2", "too-little-P1", "tile-P2", "softcap-P1", "window-of-sdpa-P2"],
 )
-def test_train_says_what_is_wrong_once_and_ends(num_ranks: int, arguments: list[str], message: str) -> None:
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+def test_train_says_what_is_wrong_once_and_ends(
+    num_ranks: int, arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(TELL_THREADS)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     command = [sys.executable, str(LAUNCH / "train.py")]
     if num_ranks > 1:
         command = ["bash", str(LAUNCH / "local.sh"), str(num_ranks)]
@@ -155,3 +173,5 @@ def test_train_says_what_is_wrong_once_and_ends(num_ranks: int, arguments: list[
     assert done.stderr.strip().splitlines()[-1].startswith("train.py: error:")
     assert done.stderr.count("train.py: error:") == 1
     assert done.stderr.count(message) == 1
+    left = {path.read_text() for path in tmp_path.glob("threads-*")}
+    assert left <= {""}, "a thread of a group that outlives the interpreter aborts the process"
