@@ -248,7 +248,8 @@ class Call:
         shapes = self.kernel.accumulator_shapes(kind, **sizes)
         # On a tile of one rank one block is all that is ever added.
         alone = self.forward.schedule.tile.ranks == 1 and kind in self.kernel.writes_finished
-        alone &= self.result_dtype(kind) == self.dtype
+        # Kernels take memory of the accumulator type for accumulators, and leave dq and dk in it unscaled.
+        alone &= self.result_dtype(kind) == self.dtype != self.accumulator_dtype
         held, sent = self.dtype if alone else self.accumulator_dtype, self.reduce_dtype
         mine = packed(shapes, held)
         wire = mine if held == sent else packed(shapes, sent)

@@ -77,6 +77,18 @@ def test_one_rank_gets_what_the_kernel_wrote(
     assert set(FinishingKernel.seen) == {torch.bfloat16 if tile.ranks == 1 else torch.float32}
 
 
+@pytest.mark.parametrize("heads", [1, 2], ids="heads{}".format)
+def test_float32_is_always_accumulated_and_finished_afterwards(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel tells by the type of the memory whether it is to scale dq and dk: there it cannot."""
+    case = Case(Tile(1, 1), Shape(B=2, S=37, H=4, H_kv=2, D=8), dtype=torch.float32, heads=heads)
+    (expected,) = run_cases([case])
+    monkeypatch.setattr(calls, "get_kernel", lambda *_: FinishingKernel())
+    (finished,) = run_cases([case])
+    assert_same_bits(finished, expected)
+
+
 def test_parts_of_gradients_that_are_still_to_be_added_up_are_not_finished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
