@@ -119,9 +119,9 @@ class AttentionKernel(Protocol):
 
     @property
     def writes_finished(self) -> frozenset[AccumulatorKind]:
-        """Kinds whose accumulators may have the type of the inputs (all but lse), unless that is float32, where
-        one block, with ``first``, is all that they ever get: the kernel then writes the result, and ``finish``
-        returns these tensors as they are."""
+        """Kinds whose accumulators may have the type of the inputs (all but lse), unless that is float32,
+        where one block, with ``first``, is all that they ever get: the kernel then writes the result, and
+        ``finish`` returns these tensors as they are."""
         ...
 
     def accumulator_shapes(self, kind: AccumulatorKind, **sizes: Unpack[ChunkSizes]) -> Shapes:
