@@ -13,7 +13,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from across_ranks.rank_contenders import Case
 from across_ranks.rank_cuts import name_of
 from across_ranks.rank_start import join
 from harness import REPORTS, Machine, Record, table, write
+from meshattn.plan.placement import Cut
 from meshattn.plan.planner import cuts
 
 FEW = 4
@@ -54,10 +55,11 @@ def main(arguments: list[str] | None = None) -> int:
     device = join(options.timeout)
     rows: list[Row] = []
     report = ""
-    for of_a_mesh in _rows(options, device):
+    meshes = _meshes(options)
+    for number, of_a_mesh in enumerate(_rows(options, device, meshes), 1):
         rows += of_a_mesh
         if dist.get_rank() == 0:  # after each: what takes long may be stopped
-            report = _report(rows, options)
+            report = _report(rows, options, len(meshes) - number)
     if dist.get_rank() == 0:
         print(report)
     dist.barrier()
@@ -69,10 +71,22 @@ def main(arguments: list[str] | None = None) -> int:
 Row = tuple[str, float, str, bool]
 
 
-def _rows(options: argparse.Namespace, device: torch.device) -> Iterator[list[Row]]:
-    """Those of one mesh after the other, which cost more than what runs on them: each serves both numbers of
-    heads."""
-    cases = {
+# Ranks of a group, how they are cut, transport.
+Mesh = tuple[list[int], Cut, str]
+
+
+def _meshes(options: argparse.Namespace) -> list[Mesh]:
+    shape = _cases(options)["GQA"].shape(1)
+    return [
+        (group, cut, transport)
+        for group in _groups()
+        for cut in cuts(len(group), shape)
+        for transport in options.transport
+    ]
+
+
+def _cases(options: argparse.Namespace) -> dict[str, Case]:
+    return {
         name: Case(
             seq_len=0,
             batch=2,
@@ -86,34 +100,42 @@ def _rows(options: argparse.Namespace, device: torch.device) -> Iterator[list[Ro
         )
         for name, kv_heads in (("MHA", options.heads), ("GQA", options.kv_heads))
     }
+
+
+def _rows(options: argparse.Namespace, device: torch.device, meshes: Sequence[Mesh]) -> Iterator[list[Row]]:
+    """Those of one mesh after the other, which cost more than what runs on them: each serves both numbers of
+    heads."""
+    cases = _cases(options)
     exact = {name: oracle(case, device) for name, case in cases.items()}
-    for group in _groups():
-        for cut in cuts(len(group), cases["GQA"].shape(1)):
-            earlier: dict[str, tuple[Tensor, ...]] = {}
-            for transport in options.transport:
-                on = f"P{len(group)}-{name_of(cut)}-{transport}"
-                try:
-                    mesh = ma.init_attention_mesh(
-                        group, tile=cut.tile, heads=cut.heads, transport=transport, timeout=options.timeout
-                    )
-                except ValueError as error:  # on all ranks alike; it costs the others nothing
-                    yield [_of_all_ranks((on, math.nan, str(error), False))]
-                    continue
-                rows = []
-                for name, case in cases.items():
-                    found, again = on_short(mesh, case, device), on_short(mesh, case, device)
-                    same = all(map(torch.equal, found, again))
-                    compared = "a second run"
-                    if name in earlier:
-                        same = same and all(map(torch.equal, found, earlier[name]))
-                        compared += f" and {options.transport[0]}"
-                    earlier.setdefault(name, found)
-                    worst = max(errors(found, exact[name]).values())
-                    good = same and worst <= CHECKED_ERROR[case.dtype]
-                    compared = compared if same else "DIFFERENT BITS"
-                    rows.append(_of_all_ranks((f"{on}-{name}", worst, compared, good)))
-                mesh.close()
-                yield rows
+    earlier: dict[tuple[int, Cut, str], tuple[Tensor, ...]] = {}
+    for group, cut, transport in meshes:
+        on = f"P{len(group)}-{name_of(cut)}-{transport}"
+        try:
+            mesh = ma.init_attention_mesh(
+                group, tile=cut.tile, heads=cut.heads, transport=transport, timeout=options.timeout
+            )
+        except ValueError as error:  # on all ranks alike; it costs the others nothing
+            yield [_of_all_ranks((on, math.nan, str(error), False))]
+            continue
+        rows = []
+        for name, case in cases.items():
+            found, again = on_short(mesh, case, device), on_short(mesh, case, device)
+            same = all(map(torch.equal, found, again))
+            compared = "a second run"
+            before = earlier.setdefault((len(group), cut, name), found)
+            if before is not found:
+                same = same and all(map(torch.equal, found, before))
+                compared += f" and {options.transport[0]}"
+            worst = max(errors(found, exact[name]).values())
+            good = same and worst <= CHECKED_ERROR[case.dtype]
+            compared = compared if same else "DIFFERENT BITS"
+            rows.append(_of_all_ranks((f"{on}-{name}", worst, compared, good)))
+        mesh.close()
+        yield rows
+
+
+def _untested(left: int) -> str:
+    return f", {left} meshes have not been tested" if left else ""
 
 
 def _groups() -> list[list[int]]:
@@ -136,8 +158,8 @@ def _of_all_ranks(row: Row) -> Row:
     return worst
 
 
-def _report(rows: list[Row], options: argparse.Namespace) -> str:
-    """Writes it; its text."""
+def _report(rows: list[Row], options: argparse.Namespace, left: int) -> str:
+    """Writes it, while so many meshes are left; its text."""
     machine, ranks = Machine.here(commit=options.commit), dist.get_world_size()
     head = ["case", "error against float64", "same bits as", ""]
     cells = [[case, f"{error:.1e}", bits, "good" if good else "WRONG"] for case, error, bits, good in rows]
@@ -146,12 +168,13 @@ def _report(rows: list[Row], options: argparse.Namespace) -> str:
         [
             f"# Self-test, {ranks} ranks",
             machine.describe(),
-            f"{len(rows) - bad} of {len(rows)} cases are good.",
+            f"{len(rows) - bad} of {len(rows)} cases are good{_untested(left)}.",
             table(head, cells),
         ]
     )
     records = [Record("self-test", case, "error", error, "float64 oracle") for case, error, *_ in rows]
     records.append(Record("self-test", f"P{ranks}", "wrong cases", bad))
+    records.append(Record("self-test", f"P{ranks}", "meshes left", left))
     write(f"self-test-{ranks}-ranks", [(machine, records)], f"{text}\n", Path(options.out))
     return text
 

@@ -63,14 +63,14 @@ def test_what_was_to_be_shown_stands_beside_what_was_found(tmp_path: Path) -> No
         for what, part in zip(("time", "bytes"), both, strict=True)
     }
     _write(tmp_path / "slow-links", slow)
-    _write(tmp_path / "self-test", {("P4", "wrong cases"): (2, None)})
+    _write(tmp_path / "self-test", {("P4", "wrong cases"): (2, None), ("P4", "meshes left"): (3, None)})
 
     def told(scale: str, steps: Sequence[str] = STEPS) -> list[list[str]]:
         lines = marks(tmp_path, SCALES[scale], {}, steps).splitlines()[2:]
         return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
     beyond = ["slow links: time of ring's beyond bytes of ring's", "within 10%", "-11.4% (4x1 backward)"]
-    wrong = ["self-test: wrong cases", "0", "2"]
+    wrong = ["self-test: wrong cases", "0", "2, but 3 meshes were not tested"]
     share = "tokens: fastest cut / one GPU, copy engines"
     assert told("real") == [
         wrong,
