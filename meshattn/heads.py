@@ -119,10 +119,12 @@ def forward(
     outside = {"q": q, "k": k, "v": v}
     inner, kept = call.inner, list[Tensor]()
     all_heads = call.split.ranks * call.split.heads
-    results = {
-        "out": q.new_empty((inner.batch, call.rows, all_heads, inner.head_dim_v)),
-        "lse": q.new_empty((inner.batch, all_heads, call.rows), dtype=inner.accumulator_dtype),
-    }
+
+    def new_results() -> Views:
+        return {
+            "out": q.new_empty((inner.batch, call.rows, all_heads, inner.head_dim_v)),
+            "lse": q.new_empty((inner.batch, all_heads, call.rows), dtype=inner.accumulator_dtype),
+        }
 
     def compute(group: int, inside: Views) -> Views:
         q, k, v = inside["q"], inside["k"], inside["v"]
@@ -132,7 +134,7 @@ def forward(
         kept.extend((q, k, v, lse))
         return {"out": out, "lse": lse}
 
-    _run(call, "forward", outside, compute, results)
+    results = _run(call, "forward", outside, compute, new_results)
     return results["out"], results["lse"], kept
 
 
@@ -164,16 +166,19 @@ def backward(
     copies = split.ranks * split.kv_heads
     shapes = {"dq": (call.rows, split.ranks * split.heads, inner.head_dim)}
     shapes |= {"dk": (call.key_rows, copies, inner.head_dim), "dv": (call.key_rows, copies, inner.head_dim_v)}
-    results = {
-        name: do.new_empty((inner.batch, *shape), dtype=call.dtype_of(name)) for name, shape in shapes.items()
-    }
+
+    def new_results() -> Views:
+        return {
+            name: do.new_empty((inner.batch, *shape), dtype=call.dtype_of(name))
+            for name, shape in shapes.items()
+        }
 
     def compute(group: int, inside: Views) -> Views:
         q, k, v, lse = every[group]
         grads = engine.backward(call.calls[group], q, k, v, lse, inside["do"], inside["delta"], seed)
         return dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
-    _run(call, "backward", {"do": do, "delta": delta}, compute, results)
+    results = _run(call, "backward", {"do": do, "delta": delta}, compute, new_results)
     dk, dv = (_sum_of_copies(call, results[name]) for name in ("dk", "dv"))
     return results["dq"], dk, dv, dsinks
 
@@ -195,19 +200,25 @@ def _run(
     direction: Direction,
     outside: Views,
     compute: Callable[[int, Views], Views],
-    results: Views,
-) -> None:
-    """All groups of heads, one after the other: in, computed, out into ``results``.
+    new_results: Callable[[], Views],
+) -> Views:
+    """The results of all groups of heads, one after the other: in, computed, out.
 
-    While a group is computed, the next one comes in and the one before goes out.
+    While a group is computed, the next one comes in and the one before goes out. The results are made when
+    the first of them come in: before, the kernel has taken memory of its own and given it back.
     """
     inward, outward = _AllToAll(call, direction, "inward"), _AllToAll(call, direction, "outward")
-    places, given, wanted = range(call.split.ranks), _words(outside), _words(results)
+    places, given = range(call.split.ranks), _words(outside)
+    results: dict[str, Tensor] = {}
+    wanted: dict[str, Tensor] = {}
 
     def give(group: int) -> None:
         inward.start(group, [_some_heads(call, given, place, group) for place in places])
 
     def take(group: int) -> None:
+        if not results:
+            results.update(new_results())
+            wanted.update(_words(results))
         for place, part in enumerate(outward.finish()):
             for name, tensor in part.items():
                 heads = call.heads_of(name, place, group)
@@ -229,6 +240,7 @@ def _run(
             take(group - 1)
         outward.start(group, [_some_rows(call, computed, place) for place in places])
     take(call.groups - 1)
+    return results
 
 
 def _words(tensors: Views) -> Views:
