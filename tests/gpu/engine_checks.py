@@ -112,7 +112,7 @@ def unclosed(options: argparse.Namespace) -> None:
     _recurring(options)
     begin = time.monotonic()
     dist.destroy_process_group()
-    say(f"destroyed after {time.monotonic() - begin:.1f} s")
+    print(f"destroyed after {time.monotonic() - begin:.1f} s", flush=True)  # nobody has a rank any more
     raise SystemExit
 
 
