@@ -269,7 +269,7 @@ class AttentionMesh:
             self._closed = True
             self.agreement.leave()
             self.forget_graphs()
-            self.connection.close()
+            self.connection = self.connection.close()
 
     def forget_graphs(self) -> None:
         """Drop the recorded passes, and give back their memory; those that recur are recorded anew. Not

@@ -99,6 +99,10 @@ def init_attention_mesh(
         "topology": digest(cluster),
         "transport": str(transport),
     }
-    agreement.enter("init_attention_mesh", stated, trouble)
-    connection = choose(connection, transport)
+    try:
+        agreement.enter("init_attention_mesh", stated, trouble)
+        connection = choose(connection, transport)
+    except Exception:
+        connection.abandon()
+        raise
     return AttentionMesh(connection, agreement, chosen, head_ranks, head_groups, cluster, cuda_graphs)

@@ -94,21 +94,23 @@ def calibrate_command(args: argparse.Namespace) -> str:
             f"--messages is {args.messages[0]} {args.messages[1]}, but the second must be larger"
         )
     device = join()
-    blocks = [(rows, number, shared) for rows, number, shared in args.block]
-    sizes = sizes_of(device, args.rows, heads, args.head_dim, args.dtype, args.messages, blocks)
-    topology = calibrate(
-        sizes,
-        device,
-        name=args.name,
-        per_node=args.per_node,
-        transport=args.transport,
-        kernel=args.kernel,
-    )
-    first = dist.get_rank() == 0
-    if first:
-        args.out.write_text(topology.text())
-    dist.barrier()
-    dist.destroy_process_group()
+    try:
+        blocks = [(rows, number, shared) for rows, number, shared in args.block]
+        sizes = sizes_of(device, args.rows, heads, args.head_dim, args.dtype, args.messages, blocks)
+        topology = calibrate(
+            sizes,
+            device,
+            name=args.name,
+            per_node=args.per_node,
+            transport=args.transport,
+            kernel=args.kernel,
+        )
+        first = dist.get_rank() == 0
+        if first:
+            args.out.write_text(topology.text())
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
     if not first:
         return ""
     inside, between = topology.inside, topology.between

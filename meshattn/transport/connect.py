@@ -28,12 +28,14 @@ from meshattn.transport.hosts import (
     try_copy_engines,
 )
 from meshattn.transport.p2p import P2PTransport
+from meshattn.transport.patience import within
 from meshattn.transport.symmetric import SymmetricTransport
 from meshattn.transport.threads import SimulatedGroup, ThreadTransport
 
 Group = dist.ProcessGroup | DeviceMesh | SimulatedGroup | Sequence[int]
 TRANSPORTS = ("auto", "symmetric", "p2p")
 """Of process groups."""
+_PATIENCE = 5.0  # seconds for ranks to say that they have connected to this one
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ class Connection:
         if self.engine is not None:
             self.engine.watch.check()
 
-    def close(self) -> None:
-        """Give back everything. Collective."""
+    def close(self) -> Connection:
+        """Give back everything; what is left has words for it alone. Collective."""
         healthy = self.engine is None or self.engine.finish()
         if self.nodes and healthy:
             with contextlib.suppress(TransportError):  # a rank that is gone does not hold up the others
@@ -104,6 +106,17 @@ class Connection:
         if self.host_group is not None:
             end_group(self.host_group)
         self.transport.close()
+        return replace(self, engine=None, copying=None, host_group=None)
+
+    def abandon(self) -> None:
+        """Give it back before it has served, unless a rank that may not have come so far would find nobody to
+        connect to; that one goes with all groups."""
+        if not isinstance(self.transport, P2PTransport):
+            return
+        roll = Roll(PrefixStore("abandon", self.store), self.rank, self.size, min(self.timeout, _PATIENCE))
+        with contextlib.suppress(TransportError, TimeoutError, RuntimeError):
+            within(2 * _PATIENCE, lambda: roll.call(""))
+            self.transport.close()
 
 
 def check_transport(transport: str, group: Group | None) -> None:
@@ -191,6 +204,7 @@ def _device_in_use(asked_for: bool) -> torch.device | None:
 def _with_engines(
     connection: Connection, transport: str, roll: Roll, places: Sequence[Place], device: torch.device | None
 ) -> Connection:
+    assert isinstance(connection.transport, P2PTransport)
     nodes, why = nodes_of(places), obstacle(places)
     if not why and transport == "symmetric" and len(set(nodes)) > 1:
         why = f"the mesh spans {len(set(nodes))} hosts; transport='auto' uses copy engines inside each"
@@ -202,6 +216,8 @@ def _with_engines(
         engine, why = try_copy_engines(
             roll, fleet, connection.rank, connection.names, device, connection.timeout
         )
+    if why and fleet is not None and fleet.group is not connection.transport.group:
+        end_group(fleet.group)
     if why and transport == "symmetric":
         raise ValueError(f"transport='symmetric' cannot serve this mesh: {why}")
     if why:
@@ -209,7 +225,6 @@ def _with_engines(
     hosts = len(set(nodes))
     reason = "all ranks share a host" if hosts == 1 else f"the ranks are on {hosts} hosts"
     whole, copying = connection.transport, None
-    assert isinstance(whole, P2PTransport)
     if engine is not None:
         copying = SymmetricTransport(engine, whole, whole.traffic)
     return replace(

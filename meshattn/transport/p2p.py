@@ -203,8 +203,15 @@ class P2PTransport(Transport):
             self._nccl.close()
         if self._nccl is None or not self._nccl.captured:
             end_group(self.group)
-            return
-        # NCCL waits, without end, until no graph knows the communicator any more.
+        else:
+            self._end_captured()
+        # Threads of the group end with the last who knows it. One that still works when the interpreter is
+        # taken down aborts the process, and the mesh may be there till then.
+        del self.group
+        self._nccl = None
+
+    def _end_captured(self) -> None:
+        """NCCL waits, without end, until no graph knows the communicator any more."""
         gc.collect()
         try:
             within(_GRAPH_GRACE, lambda: end_group(self.group))
