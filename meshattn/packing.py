@@ -98,6 +98,13 @@ def as_written(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
+def as_bits(tensor: Tensor) -> Tensor:
+    """The memory of a tensor as numbers of a type that PyTorch copies and picks everywhere, which it does not
+    do with all: float8 and unsigned integers, for example."""
+    plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+    return tensor.view(plain[tensor.dtype.itemsize])
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, flat uint8."""
     return tensor.detach().view(-1).view(torch.uint8)

@@ -61,5 +61,5 @@ class _Replicated(torch.autograd.Function):
                 raise mesh.explain(failure) from failure
         total = torch.zeros_like(gradient, dtype=accumulator_dtype(gradient.dtype))
         for part in parts:
-            total += part
+            total += part.to(total.dtype)
         return total.to(gradient.dtype), None

@@ -19,7 +19,7 @@ from torch import Tensor
 from meshattn.documents import Documents, PackedDocuments, checked_cu_seqlens, checked_integers
 from meshattn.layouts import Layout, LayoutKind
 from meshattn.masks import BlockMasks, MaskRule, chunk_positions
-from meshattn.packing import as_written
+from meshattn.packing import as_bits, as_written
 from meshattn.transport.base import TransportError
 from meshattn.trouble import Trouble
 from meshattn_kernels.intervals import UNBOUNDED
@@ -135,9 +135,11 @@ class ShardedSequence:
         self._require("tensor", tensor, dim, self.seq_len)
         _refuse_grad(tensor, "shard")
         mine = self._positions(self.mesh.rank).to(tensor.device)
-        shard = tensor.index_select(dim, mine)
+        shard = as_bits(as_written(tensor)).index_select(dim, mine)
         missing = self.rows - len(mine)
-        return shard if missing == 0 else torch.cat([shard, _filled(shard, dim, missing, 0)], dim)
+        if missing:
+            shard = torch.cat([shard, _filled(shard, dim, missing, 0)], dim)
+        return shard.view(tensor.dtype)
 
     def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """The whole sequence on every rank, from every rank's rows. Collective.
@@ -155,19 +157,20 @@ class ShardedSequence:
             self._require("tensor", tensor, dim, self.rows)
             _refuse_grad(tensor, "unshard")
             stated["tensor"] = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
+            rows = as_bits(as_written(tensor).contiguous())
         with self.mesh.agreement.one_thread:
             self.mesh.agreement.enter("unshard", stated, trouble)
             try:
-                parts = self.mesh.connection.transport.all_gather(as_written(tensor).contiguous())
+                parts = self.mesh.connection.transport.all_gather(rows)
             except TransportError as failure:
                 raise self.mesh.explain(failure) from failure
         shape = list(tensor.shape)
         shape[dim] = self.seq_len
-        whole = tensor.new_empty(shape)
+        whole = rows.new_empty(shape)
         for rank, part in enumerate(parts):
             positions = self._positions(rank).to(tensor.device)
             whole.index_copy_(dim, positions, part.narrow(dim, 0, len(positions)))
-        return whole
+        return whole.view(tensor.dtype)
 
     def position_ids(self, device: torch.device | str | None = None) -> Tensor:
         """Position of every row of this rank in its document, or in the sequence where there are none.

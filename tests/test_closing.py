@@ -47,7 +47,11 @@ def test_closed_and_refused_meshes_have_no_threads_and_files() -> None:
 
     def held() -> tuple[int, int, int]:
         names = [(task / "comm").read_text() for task in TASKS.iterdir()]
-        return sum("gloo" in name for name in names), threading.active_count(), len(os.listdir("/proc/self/fd"))
+        return (
+            sum("gloo" in name for name in names),
+            threading.active_count(),
+            len(os.listdir("/proc/self/fd")),
+        )
 
     def on_rank(group: Any) -> bool:
         rank, meshes, counts = dist.get_rank(), [], []

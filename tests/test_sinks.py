@@ -119,16 +119,22 @@ def test_the_whole_gradient_on_every_rank(tile: Tile) -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_parts_are_rounded_when_they_are_added_up() -> None:
-    """Not before: 256 + 1 is 256 in bfloat16."""
+@pytest.mark.parametrize(
+    ("dtype", "first"), [(torch.bfloat16, 256.0), (torch.float8_e5m2, 8.0)], ids=["bfloat16", "float8"]
+)
+def test_parts_are_rounded_when_they_are_added_up(dtype: torch.dtype, first: float) -> None:
+    """Not before: 256 + 1 is 256 in bfloat16, and 8 + 1 is 8 in float8_e5m2."""
 
     def on_rank(group: Any) -> Tensor:
         mesh = ma.init_attention_mesh(group)
-        weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
-        part = ma.replicated(weight, mesh) * (256 if mesh.rank == 0 else 1)
+        weight = torch.ones(1, dtype=dtype, requires_grad=True)
+        part = ma.replicated(weight, mesh).float() * (first if mesh.rank == 0 else 1)
         return torch.autograd.grad(part.sum(), weight)[0]
 
-    assert all(torch.equal(x, torch.tensor([259.0]).bfloat16()) for x in run_ranks(4, on_rank))
+    for found in run_ranks(4, on_rank, "gloo"):
+        assert found.dtype == dtype and torch.equal(
+            found.float(), torch.tensor([first + 3]).to(dtype).float()
+        )
 
 
 def test_parts_are_added_up_in_the_order_of_the_ranks() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshattn.packing import as_bytes
 from meshattn.transport.base import Exchange, Message, Replay, Transport, TransportError
 from meshattn.transport.groups import end_group
 from meshattn.transport.nccl import NcclGroup, may_record, unrecorded
@@ -186,13 +187,13 @@ class P2PTransport(Transport):
             self._nccl.check()
 
     def all_gather(self, tensor: Tensor) -> Sequence[Tensor]:
-        tensor = tensor.detach().contiguous()
-        parts = [torch.empty_like(tensor) for _ in self._members]
+        mine = as_bytes(tensor.contiguous())  # gloo knows few types
+        parts = [torch.empty_like(mine) for _ in self._members]
         try:
-            dist.all_gather(parts, tensor, group=self.group)
+            dist.all_gather(parts, mine, group=self.group)
         except RuntimeError as error:
             raise TransportError(f"all-gather over the mesh failed ({error})") from error
-        return [parts[member] for member in self._members]
+        return [parts[member].view(tensor.dtype).view(tensor.shape) for member in self._members]
 
     def warm_up(self, device: torch.device) -> None:
         """Make the communicators now: a rank that made them inside a pass would hold up the others there."""
