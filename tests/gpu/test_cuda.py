@@ -32,6 +32,8 @@ CASES = [
     (None, Case(Tile(4, 1), Shape(B=1, S=203, H=2, H_kv=1, D=128), "contiguous", dtype=FP32)),
     (None, Case(Tile(2, 2), Shape(B=1, S=97, H=2, H_kv=1, D=32))),
     (None, Case(Tile(1, 1), Shape(B=1, S=1031, H=4, H_kv=2, D=128), dtype=BF16)),
+    (None, Case(Tile(1, 1), Shape(B=1, S=307, H=4, H_kv=2, D=64), dtype=FP32)),
+    (None, Case(Tile(1, 1), Shape(B=1, S=307, H=4, H_kv=2, D=64), dtype=FP32, heads=2)),
     (None, Case(Tile(2, 2), Shape(B=1, S=703, H=4, H_kv=2, D=64), dtype=BF16, reduce_dtype=BF16)),
     (None, Case(Tile(2, 2), Shape(B=1, S=3, H=4, H_kv=2, D=64), dtype=BF16)),
     (None, Case(Tile(2, 3), Shape(B=1, S=1009, H=2, H_kv=2, D=64), causal=False, dtype=BF16)),
