@@ -62,12 +62,14 @@ def command(step: Step, ranks: int, scale: Scale) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step ended; ``compiled`` counts the kernels that were not in Triton's cache."""
+    """How a step ended; ``compiled`` counts the kernels that were not in Triton's cache, ``told`` the bytes
+    that it had said when it was ended, None where it came to an end by itself."""
 
     step: Step
     code: int = NOT_YET
     seconds: float = 0.0
     compiled: int = 0
+    told: int | None = None
 
     @property
     def ended(self) -> str:
@@ -79,24 +81,23 @@ def run(step: Step, ranks: int, scale: Scale, out: Path) -> Outcome:
     folder."""
     log = _log(out, step)
     log.parent.mkdir(parents=True, exist_ok=True)
-    began, known = time.monotonic(), _cached_kernels()
+    began, known, told = time.monotonic(), _cached_kernels(), None
     with log.open("w") as file, undertaker(Path(tempfile.mkdtemp())) as mark:
         process = subprocess.Popen(
             command(step, ranks, scale),
-            env={**os.environ, **mark},
+            env={"OMP_NUM_THREADS": "1", **os.environ, **mark},  # as torchrun has it, which says so at length
             stdout=file,
             stderr=file,
             start_new_session=True,
         )
         try:
             code = process.wait(step.limit)
-        except subprocess.TimeoutExpired:
-            code = LATE
-        except KeyboardInterrupt:
-            code = STOPPED
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as end:
+            code = STOPPED if isinstance(end, KeyboardInterrupt) else LATE
+            told = log.stat().st_size  # what follows tells where torchrun was
         finally:
             _end(process)
-    return Outcome(step, code, time.monotonic() - began, _cached_kernels() - known)
+    return Outcome(step, code, time.monotonic() - began, _cached_kernels() - known, told)
 
 
 def forget(out: Path, step: Step) -> None:
@@ -189,7 +190,8 @@ def _said(outcome: Outcome, out: Path) -> str:
         _, _, body = path.read_text().partition("\n")
         parts.append(re.sub("^#", "##", body.strip(), flags=re.MULTILINE))
     if outcome.code or not parts:
-        lines = _log(out, outcome.step).read_text(errors="replace").strip().splitlines()
+        said = _log(out, outcome.step).read_bytes()[: outcome.told]
+        lines = said.decode(errors="replace").strip().splitlines()
         parts.append("\n".join(lines[-(_LINES if outcome.code else _AT_END) :]))
     return "\n\n".join(parts)
 

@@ -162,6 +162,14 @@ def test_real_ranks_are_torchruns_and_others_those_of_a_virtual_cluster() -> Non
         assert "--no-network" not in start["b", name]
 
 
+SLOW = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("how I " + "was ended"))
+print("began", flush=True)
+time.sleep(99)
+"""
+
+
 def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +177,7 @@ def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
     programs = [
         many_steps.Step("good", ("-c", "print('it works')"), 60),
         many_steps.Step("bad", ("-c", "raise SystemExit(3)"), 60),
-        many_steps.Step("slow", ("-c", "import time; print('began', flush=True); time.sleep(99)"), 0.5),
+        many_steps.Step("slow", ("-c", SLOW), 0.5),
         many_steps.Step("left", ("-c", ""), 60),
     ]
     outcomes = [many_gpus.run(step, 2, SCALES["shared"], tmp_path) for step in programs[:-1]]
@@ -186,6 +194,8 @@ def test_a_step_that_fails_or_hangs_is_told_and_what_it_said_is_kept(
     assert "commit abc" in text and "it works" in text and "cannot be told: ValueError" in text
     assert "mesh: 20 tokens/s" in text and "2 first steps differ by 9.1e-02" in text
     assert "\n### Half of it\n\nbegan\n" in text, "its own report, and the last that it said"
+    assert "how I was ended" not in text
+    assert "how I was ended" in (tmp_path / "slow" / "output.txt").read_text()
     ended = dict(re.findall(r"^\| (\w+) +\| ([\w ]+?) +\|", text, re.MULTILINE))
     assert ended["bad"] == "failed with code 3" and ended["left"] == "did not run"
     records = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
