@@ -35,6 +35,8 @@ class Scale:
     rate: float  # MB/s of slowed links
     train: str
     blocks: str
+    links: str
+    """Blocks for the links of another transport, with which others of the same kernels are needless."""
     transports: str
     timed: str = "--rounds 2 --turn-ms 60"
     beside: str = ""
@@ -56,7 +58,7 @@ def scale_of(ranks: int, gpus: int) -> Scale:
     short = -(-CHECKED_LENGTH // ranks)
     if gpus >= ranks:
         # Two would take longer for the lengths of more than all steps have.
-        lengths, million = ((32768, 131072), 2**20) if ranks > 2 else ((32768, 65536), 2**18)
+        lengths, million = ((32768, 131072), 2**20) if ranks > 2 else ((65536,), 2**18)
         return Scale(
             name="",
             device="cuda",
@@ -65,11 +67,13 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             million=million,
             slow="--seq-len 16384 --heads 16 --head-dim 64 --dtype bfloat16",
             rate=1000,
+            # At 3e-4 the losses of the first steps rise to twice their height.
             train=f"--layers 10 --dim 3072 --heads 24 --kv-heads 8 --seq-len {32_768 * ranks} "
-            "--dtype bfloat16",
+            "--dtype bfloat16 --lr 2e-5",
             blocks="--heads 32 16 8 --kv-heads 8 4 2 --rows 4k 16k 32k --head-dim 128",
+            links="--heads 32 --kv-heads 8 --rows 4k --head-dim 128",
             transports="symmetric p2p",
-            timed="--rounds 3 --turn-ms 150",
+            timed=f"--rounds {3 if ranks > 2 else 2} --turn-ms 150",
             beside="--one-gpu --torch cudnn",
             warmed={
                 "self-test": [(short, 32, 8, 128), (short, 32, 32, 128)],
@@ -97,8 +101,9 @@ def scale_of(ranks: int, gpus: int) -> Scale:
             million=2**16,
             slow="--seq-len 4096 --heads 16 --head-dim 64 --dtype bfloat16",
             rate=250,
-            train="--layers 4 --dim 512 --heads 4 --kv-heads 2 --seq-len 16384 --dtype bfloat16",
+            train="--layers 4 --dim 512 --heads 4 --kv-heads 2 --seq-len 16384 --dtype bfloat16 --lr 1e-4",
             blocks="--heads 32 8 --kv-heads 8 2 --rows 1k 2k --head-dim 128",
+            links="--heads 32 --kv-heads 8 --rows 1k --head-dim 128",
             transports="symmetric p2p",
             lead="--lead-seconds 0.2",  # each rank's
             kernel=KERNEL_OF_SHARED_GPUS,  # the blocks of others wait for each other
@@ -119,8 +124,9 @@ def scale_of(ranks: int, gpus: int) -> Scale:
         million=2048,
         slow="--seq-len 256 --heads 4 --head-dim 32",
         rate=20,
-        train="--layers 1 --dim 32 --heads 4 --seq-len 512",
+        train="--layers 1 --dim 32 --heads 4 --seq-len 512 --lr 2e-3",
         blocks="--heads 8 --rows 32 64 --head-dim 16 --messages 16k 256k",
+        links="--heads 8 --rows 32 --head-dim 16 --messages 16k 256k",
         transports="p2p",
         kernel="reference",
     )
@@ -163,20 +169,21 @@ def steps(
     ]
     named = " ".join(dict.fromkeys(map(name_of, every)) if scale.real else long)
     tested = "" if scale.device == "cuda" else "--dtype float32 --heads 8 --kv-heads 2 --head-dim 16"
-    trained = f"{scale.train} --device {scale.device} --lr 3e-4 --warmup 4 --timeout 60"
+    trained = f"{scale.train} --device {scale.device} --warmup 4 --timeout 60"
     mine, nccl = out / TOPOLOGY, out / SOCKETS
     best, *others = scale.transports.split()
     # The most wanted first: the report is written behind every run, and the last ones may be cut off.
     runs = [(cut, kind) for kind in (best, *others) for cut in long[:2]] + [(cut, best) for cut in long[2:]]
     long_runs = f"--cut {' '.join(cut for cut, _ in runs)} --transport {' '.join(kind for _, kind in runs)}"
-    # By name: program, options, and limits in seconds on GPUs of their own and in a trial. The most wanted
-    # first: a machine may be taken away before all are done.
+    # By name: program, options, and limits in seconds on two GPUs of their own, on more, and in a trial. The
+    # most wanted first: a machine may be taken away before all are done.
     found = [
-        ("self-test", self_test, f"{moved} {tested}", 55, 60),
+        ("self-test", self_test, f"{moved} {tested}", 24, 55, 60),
         (
             "tables",
             distributed,
             f"--seq-len {scale.lengths} {scale.model} --tile {named} {moved} {scale.beside} {timed}",
+            54,
             97,
             60,
         ),
@@ -184,24 +191,32 @@ def steps(
             "million",
             million,
             f"--seq-len {scale.million} {scale.model} {long_runs} {scale.lead} --timeout 100",
+            52,
             75,
             75,
         ),
-        ("train-mesh", train, f"--attention mesh {trained} --steps 10", 75, 40),
-        ("train-ring", train, f"--attention ring {trained} --steps 4", 46, 40),
-        ("slow-links", distributed, f"{scale.slow} --no-bare --rounds 2", 38, 40),
-        ("calibrate", "-m", f"meshattn calibrate --out {mine} {scale.blocks}", 25, 40),
-        ("calibrate-nccl", "-m", f"meshattn calibrate --out {nccl} {scale.blocks} --transport p2p", 25, 40),
+        ("train-mesh", train, f"--attention mesh {trained} --steps 8", 46, 75, 40),
+        ("train-ring", train, f"--attention ring {trained} --steps 3", 37, 46, 40),
+        ("slow-links", distributed, f"{scale.slow} --no-bare --rounds 2", 17, 38, 40),
+        ("calibrate", "-m", f"meshattn calibrate --out {mine} {scale.blocks}", 31, 31, 40),
+        (
+            "calibrate-nccl",
+            "-m",
+            f"meshattn calibrate --out {nccl} {scale.links} --transport p2p",
+            19,
+            19,
+            40,
+        ),
     ]
     kernel = ["--kernel", scale.kernel] if scale.kernel else []
     made = [
         Step(
             name,
             (program, *options.split(), *kernel, *_written(program, out / name, commit)),
-            real if scale.real else trial,
+            (two if ranks == 2 else more) if scale.real else trial,
             scale.rate if name == "slow-links" else None,
         )
-        for name, program, options, real, trial in found
+        for name, program, options, two, more, trial in found
     ]
     if scale.warmed:
         warm = 29 if scale.real else 45
