@@ -85,25 +85,26 @@ class _Attention(torch.autograd.Function):
 def gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """The backward pass of a call: None for what is no tensor."""
     ctx.mesh.require_open()
-    saved = ctx.saved_tensors
-    out, lse, sinks, *kept = saved
-    origins = kept[:3]
-    if ctx.call.split.ranks > 1:
-        kept = kept[3:]
-    do = torch.zeros_like(out) if do is None else as_written(do)  # None: only lse is used
-    dlse = None if dlse is None else as_written(dlse)
-    work = partial(heads.backward, ctx.call, kept, out, lse, do, dlse, sinks, ctx.seed)
+    trouble = Trouble()
+    with trouble:  # a tensor may have been changed in place, and hooks that bring them back may fail
+        saved = ctx.saved_tensors
+        _check_saved(saved, ctx.saved_looks)
+        out, lse, sinks, *kept = saved
+        origins = kept[:3]
+        if ctx.call.split.ranks > 1:
+            kept = kept[3:]
+        dout = torch.zeros_like(out) if do is None else as_written(do)  # None: only lse is used
+        dlse = None if dlse is None else as_written(dlse)
+        _check_gradient(ctx.call.inner.kernel.name, dout, dlse)
     with ctx.mesh.agreement.one_thread, torch.no_grad():
         # Ranks that came to their backward passes in another order would add up each other's gradients.
         before = ctx.mesh.agreement.calls - ctx.number
-        trouble = Trouble(
-            _changed(saved, ctx.saved_looks) or _refused_gradient(ctx.call.inner.kernel.name, do, dlse)
-        )
         which = f"that of {before} calls before" if before else "that of the call just before"
         ctx.mesh.agreement.enter("backward", {"forward pass": which}, trouble)
+        work = partial(heads.backward, ctx.call, kept, out, lse, dout, dlse, sinks, ctx.seed)
         grads = _in_engine_room(ctx.mesh, ctx.call, work)
     if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate the gradients
-        sources = [x for x in (*origins, sinks, do, dlse) if x is not None]
+        sources = [x for x in (*origins, sinks, dout, dlse) if x is not None]
         some = [x for x in grads if x is not None]
         some = _Undifferentiable.apply(len(some), *some, *sources)  # type: ignore[no-untyped-call]
         grads = *some, *grads[len(some) :]
@@ -117,35 +118,32 @@ def _looks(saved: Sequence[Tensor | None]) -> list[_Look | None]:
     return [None if x is None else (x.shape, x.dtype, x.device) for x in saved]
 
 
-def _changed(saved: Sequence[Tensor | None], looked: Sequence[_Look | None]) -> Exception | None:
+def _check_saved(saved: Sequence[Tensor | None], looked: Sequence[_Look | None]) -> None:
     """Hooks on saved tensors may keep them elsewhere, but must bring them back."""
     looks = _looks(saved)
     if looks == looked:
-        return None
+        return
     # With a head axis those of each group of heads come behind.
     names = itertools.chain(("out", "lse", "sinks", "q", "k", "v"), itertools.cycle(("q", "k", "v", "lse")))
     name, before, now = next(x for x in zip(names, looked, looks, strict=False) if x[1] != x[2])
     was, came = (f"{list(x[0])} {x[1]} on {x[2]}" if x else "nothing" for x in (before, now))
-    return ValueError(
+    raise ValueError(
         f"a hook on saved tensors has changed {name}, which the backward pass needs: it was {was} and came "
         f"back as {came}; what unpacks in saved_tensors_hooks(pack, unpack) must return a tensor of the same "
         "shape and type on the same device"
     )
 
 
-def _refused_gradient(kernel: str, do: Tensor, dlse: Tensor | None) -> Exception | None:
-    try:
-        check_memory("the gradient of out", do)
-        if dlse is not None:
-            check_memory("the gradient of lse", dlse)
-    except ValueError as refusal:  # of is_grads_batched=True
-        return refusal
-    if dlse is None or kernel not in WITHOUT_LSE_GRADIENT:
-        return None
-    return NotImplementedError(
-        f"a gradient flows through lse, which kernel {kernel!r} cannot take: detach lse, or choose another "
-        "kernel"
-    )
+def _check_gradient(kernel: str, do: Tensor, dlse: Tensor | None) -> None:
+    check_memory("the gradient of out", do)  # which is_grads_batched=True has not
+    if dlse is None:
+        return
+    check_memory("the gradient of lse", dlse)
+    if kernel in WITHOUT_LSE_GRADIENT:
+        raise NotImplementedError(
+            f"a gradient flows through lse, which kernel {kernel!r} cannot take: detach lse, or choose "
+            "another kernel"
+        )
 
 
 class _Undifferentiable(torch.autograd.Function):

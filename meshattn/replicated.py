@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from meshattn.arguments import words_of
+from meshattn.arguments import check_memory, words_of
 from meshattn.mesh import AttentionMesh
 from meshattn.packing import as_written
 from meshattn.sequence import check_dense
 from meshattn.transport.base import TransportError
+from meshattn.trouble import Trouble
 from meshattn_kernels.contract import accumulator_dtype
 
 
@@ -53,8 +54,12 @@ class _Replicated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         mesh: AttentionMesh = ctx.mesh
+        mesh.require_open()
+        name, trouble = "the gradient of a replicated weight", Trouble()
+        with trouble:
+            check_memory(name, gradient)
         with mesh.agreement.one_thread:
-            mesh.agreement.enter("the gradient of a replicated weight", {"gradient": words_of(gradient)})
+            mesh.agreement.enter(name, {"gradient": words_of(gradient)}, trouble)
             try:
                 parts = mesh.connection.transport.all_gather(as_written(gradient).contiguous())
             except TransportError as failure:

@@ -218,6 +218,30 @@ def test_hooks_that_change_what_is_saved_are_named_on_all_ranks(
     run_ranks(2, on_rank)
 
 
+def test_saved_tensors_that_one_rank_has_lost_are_everybodys_error() -> None:
+    """Told to the others, which would wait for its gradients; the next call works."""
+
+    def on_rank(group: Any) -> str:
+        mesh = ma.init_attention_mesh(group, timeout=20)
+        seq = mesh.sequence(6)
+        x = torch.randn(1, seq.rows, 2, 8, requires_grad=True)
+        out = ma.mesh_attention(x * 1.0, x, x, seq)
+        assert isinstance(out, Tensor)
+        if mesh.rank == 1:
+            with torch.no_grad():
+                x.add_(1.0)
+        with pytest.raises((ValueError, RuntimeError)) as told:
+            out.sum().backward()
+        again = ma.mesh_attention(x, x, x, seq)
+        assert isinstance(again, Tensor)
+        again.sum().backward()
+        return str(told.value)
+
+    lost = "one of the variables needed for gradient computation has been modified by an inplace operation"
+    others, own = run_ranks(2, on_rank)
+    assert others.startswith(f"rank 1: {lost}") and own.startswith(lost)
+
+
 def test_backward_twice_over_a_retained_graph() -> None:
     def on_rank(mesh: AttentionMesh) -> None:
         leaves, do = leaves_of(CASE, mesh.rank)

@@ -164,6 +164,10 @@ def test_what_cannot_be_replicated_is_refused() -> None:
         )
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.sum().backward()
+        whole = ma.replicated(weight, mesh).sum()
+        mesh.close()
+        with pytest.raises(ValueError, match="this mesh has been closed"):
+            whole.backward()
 
     run_ranks(1, on_rank)
 
