@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 FORWARD = "forward"
 """The kernel's forward into a float32 accumulator that it overwrites."""
@@ -25,6 +27,28 @@ TOKENS, HIDDEN = 16384, 2048
 """Tokens of a batch and numbers of a token over all heads, if nothing else is said."""
 
 
+PACKED, LONG = "packed", "long"
+DRAWS = (PACKED, LONG)
+"""Documents that fill the rows: of any length up to 2 / 11 of them, and a long one, half of the rows, among
+short ones of up to 1 / 32."""
+
+
+def document_lengths(draw: str, rows: int) -> list[int]:
+    """Rows of each document of a draw; the same in every run."""
+    numbers, longest = random.Random(0), max(1, rows // 32 if draw == LONG else 2 * rows // 11)
+    lengths: list[int] = []
+
+    def fill(end: int) -> None:
+        while (left := end - sum(lengths)) > 0:
+            lengths.append(min(left, numbers.randint(1, longest)))
+
+    if draw == LONG:
+        fill(rows // 4)
+        lengths.append(rows // 2)
+    fill(rows)
+    return lengths
+
+
 @dataclass(frozen=True)
 class Case:
     """B sequences of S_q query and S_k key rows. A causal case is square."""
@@ -37,6 +61,10 @@ class Case:
     kv_heads: int
     keys: int = 0
     """S_k; 0 for as many as query rows."""
+    window: int = 0
+    """Keys that a row of a causal case sees at most; 0 for all up to its own."""
+    documents: str = ""
+    """Draw of documents that the rows of a causal case belong to, each of which sees itself alone."""
 
     def __post_init__(self) -> None:
         if self.causal and self.num_keys != self.rows:
@@ -47,18 +75,21 @@ class Case:
     def __str__(self) -> str:
         length = f"S{self.rows}" if self.num_keys == self.rows else f"S{self.rows}x{self.num_keys}"
         mask = "causal" if self.causal else "full"
+        if self.window or self.documents:
+            mask = self.documents or f"window{self.window}"
         return f"D{self.head_dim}-{mask}-{length}-B{self.batch}-H{self.heads}-H_kv{self.kv_heads}"
 
     @staticmethod
     def parse(text: str) -> Case | None:
         """The case of that name, None if it names none."""
-        found = re.fullmatch(r"D(\d+)-(causal|full)-S(\d+)(?:x(\d+))?-B(\d+)-H(\d+)-H_kv(\d+)", text)
+        found = re.fullmatch(
+            r"D(\d+)-(causal|full|window(\d+)|packed|long)-S(\d+)(?:x(\d+))?-B(\d+)-H(\d+)-H_kv(\d+)", text
+        )
         if found is None:
             return None
-        head_dim, mask, rows, keys, batch, heads, kv_heads = found.groups()
-        return Case(
-            int(head_dim), mask == "causal", int(rows), int(batch), int(heads), int(kv_heads), int(keys or 0)
-        )
+        mask = found[2]
+        head_dim, window, *sizes = (int(found[i] or 0) for i in (1, 3, 4, 6, 7, 8, 5))
+        return Case(head_dim, mask != "full", *sizes, window, mask if mask in DRAWS else "")
 
     @property
     def num_keys(self) -> int:
@@ -66,8 +97,23 @@ class Case:
 
     def flop(self, what: str) -> float:
         """Floating-point operations of the products that a pass needs: two forward, five backward."""
-        forward = 4 * self.batch * self.heads * self.rows * self.num_keys * self.head_dim
-        return forward * (2.5 if "backward" in what else 1.0) / (2 if self.causal else 1)
+        pairs: float = self.rows * self.num_keys
+        if self.window or self.documents:
+            pairs = sum(row + 1 - key for row, key in enumerate(self.first_keys()))
+        elif self.causal:
+            pairs /= 2
+        return 4 * self.batch * self.heads * pairs * self.head_dim * (2.5 if "backward" in what else 1.0)
+
+    def borders(self) -> list[int]:
+        """The first row of each document, and the number of rows."""
+        return [*accumulate(document_lengths(self.documents, self.rows), initial=0)]
+
+    def first_keys(self) -> list[int]:
+        """The first key that each row of a causal case sees."""
+        if self.documents:
+            borders = self.borders()
+            return [a for a, b in pairwise(borders) for _ in range(a, b)]
+        return [max(0, row + 1 - self.window) if self.window else 0 for row in range(self.rows)]
 
 
 @dataclass(frozen=True)
@@ -227,6 +273,21 @@ def blocks(head_dims: Sequence[int]) -> list[Comparison]:
     return comparisons
 
 
+def documents(head_dims: Sequence[int]) -> list[Comparison]:
+    """Packed documents and a window, for as many key/value heads and for groups of four, and all pairs of one
+    causal sequence of the same rows."""
+    kernels = {**QUICK, "flex": TOTALS}
+    pairs = (*AGAINST_FA4, ("hopper", "flex", FORWARD_TOTAL), ("hopper", "flex", BACKWARD_TOTAL))
+    comparisons = []
+    for head_dim in head_dims:
+        plain = of_hidden(head_dim, True, TOKENS)
+        grouped = replace(plain, heads=2 * plain.heads, kv_heads=plain.heads // 2)
+        for case in (plain, grouped):
+            masks = [replace(case, documents=draw) for draw in DRAWS] + [replace(case, window=2048)]
+            comparisons += [_compare(masked, kernels, pairs) for masked in masks]
+    return comparisons
+
+
 def required(head_dims: Sequence[int]) -> list[Comparison]:
     """What ``wanted.py`` asks for and nothing else, so that one run of some minutes answers all of it."""
     close = [replace(comparison, turns=2) for comparison in quick(head_dims)]
@@ -262,4 +323,5 @@ SUITES = {
     "schedules": schedules,
     "groups": groups,
     "blocks": blocks,
+    "documents": documents,
 }

@@ -47,7 +47,8 @@ def _exact(case: Case, cut: list[Tensor]) -> dict[str, Tensor]:
     """Of the query heads of one key/value head: q, do [S_q, G, D], k, v [S_k, 1, D]."""
     q, k, v, do = (x.double() for x in cut)
     k, v = k[:, 0], v[:, 0]
-    heads = [_one_head(q[:, g], k, v, do[:, g], case.causal) for g in range(q.shape[1])]
+    first = torch.tensor(case.first_keys(), device=q.device)[:, None] if case.causal else None
+    heads = [_one_head(q[:, g], k, v, do[:, g], first) for g in range(q.shape[1])]
     out, dq, dk, dv = zip(*heads, strict=True)
     return {
         "out": torch.stack(out, dim=1),
@@ -57,16 +58,18 @@ def _exact(case: Case, cut: list[Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _one_head(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv); rows are taken a few at a time, to hold few numbers at once."""
+def _one_head(q: Tensor, k: Tensor, v: Tensor, do: Tensor, first: Tensor | None) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv); rows are taken a few at a time, to hold few numbers at once. ``first``: the first
+    key that each row of a causal mask sees."""
     scale = q.shape[-1] ** -0.5
     outs, dqs, dk, dv = [], [], torch.zeros_like(k), torch.zeros_like(v)
     for begin, end in _runs(len(q), 2048):
-        keys = end if causal else len(k)
+        keys = end if first is not None else len(k)
         scores = q[begin:end] @ k[:keys].T * scale
-        if causal:
-            rows = torch.arange(begin, end, device=q.device)[:, None]
-            scores.masked_fill_(torch.arange(keys, device=q.device) > rows, -math.inf)
+        if first is not None:
+            row = torch.arange(begin, end, device=q.device)[:, None]
+            key = torch.arange(keys, device=q.device)
+            scores.masked_fill_((key > row) | (key < first[begin:end]), -math.inf)
         p = scores.softmax(-1)
         out = p @ v[:keys]
         dp = do[begin:end] @ v[:keys].T

@@ -13,6 +13,7 @@ from torch import Tensor
 from meshattn_kernels import (
     UNBOUNDED,
     AccumulatorKind,
+    ArrayIntervals,
     AttentionKernel,
     BandIntervals,
     Intervals,
@@ -73,6 +74,16 @@ def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int 
     return Inputs(normal(*queries), normal(*keys), normal(*keys), normal(*queries))
 
 
+def intervals_of(case: Case, device: torch.device) -> Intervals:
+    """The mask of a case."""
+    if case.documents:
+        start, end = case.first_keys(), range(1, case.rows + 1)
+        bounds = (torch.tensor(bound, dtype=torch.int32, device=device) for bound in (start, end))
+        return ArrayIntervals(*bounds, case.rows, case.rows)
+    low, high = 0 if case.causal else -UNBOUNDED, case.window - 1 if case.window else UNBOUNDED
+    return BandIntervals(low, high, case.rows, case.num_keys)
+
+
 def our_kernel(name: str) -> AttentionKernel:
     """A kernel by ``name``, ``name-unordered`` (sums in any order, the control) or ``name@schedule``."""
     base, _, schedule = name.partition("@")
@@ -102,8 +113,7 @@ class Ours:
     def __post_init__(self) -> None:
         case = self.case
         self.scale = case.head_dim**-0.5
-        low = 0 if case.causal else -UNBOUNDED
-        self.intervals = self.mask or BandIntervals(low, UNBOUNDED, case.rows, case.num_keys)
+        self.intervals = self.mask or intervals_of(case, self.inputs.q.device)
         self.dtype = self.inputs.q.dtype
         exact = accumulator_dtype(self.dtype)
         self.out, self.dkv = self._poisoned("out", exact), self._poisoned("dkv", exact)

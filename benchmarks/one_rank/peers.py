@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -65,17 +66,25 @@ class FlashAttention4:
 
         warnings.filterwarnings("ignore", message="Argument aux_data")  # of each compilation
         q, k, v, do = inputs
-        scale = case.head_dim**-0.5
+        mask: dict[str, Any] = {"causal": case.causal}
+        if case.window:
+            mask |= {"window_size_left": case.window - 1, "window_size_right": 0}
+        if case.documents:  # one behind the other, without a dim of the batch
+            q, k, v, do = (x[0] for x in inputs)
+            borders = case.borders()
+            starts = torch.tensor(borders, dtype=torch.int32, device=q.device)
+            longest = max(b - a for a, b in pairwise(borders))
+            mask |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts)
+            mask |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), longest)
+        mask["softmax_scale"] = case.head_dim**-0.5
         state: dict[str, Any] = {}
 
         def forward() -> None:
-            state["out"], state["lse"] = _flash_attn_fwd(
-                q, k, v, softmax_scale=scale, causal=case.causal, return_lse=True
-            )[:2]
+            state["out"], state["lse"] = _flash_attn_fwd(q, k, v, return_lse=True, **mask)[:2]
 
         def backward() -> Any:
             return _flash_attn_bwd(
-                q, k, v, state["out"], do, state["lse"], scale, case.causal, deterministic=deterministic
+                q, k, v, state["out"], do, state["lse"], deterministic=deterministic, **mask
             )
 
         self._state = state
@@ -84,7 +93,8 @@ class FlashAttention4:
 
     def results(self) -> Results:
         self.passes[FORWARD_TOTAL]()
-        return Results(self._state["out"], *self.passes[BACKWARD_TOTAL]()[:3])
+        found = self._state["out"], *self.passes[BACKWARD_TOTAL]()[:3]
+        return Results(*(x if x.dim() == 4 else x[None] for x in found))
 
 
 class _Differentiated:
@@ -122,6 +132,8 @@ class Sdpa(_Differentiated):
     """torch's scaled_dot_product_attention by one backend; rows stay before heads in memory."""
 
     def __init__(self, backend: SDPBackend, case: Case, inputs: Inputs, deterministic: bool) -> None:
+        if case.window or case.documents:
+            raise RuntimeError("no mask but a causal one")
         grouped = case.heads != case.kv_heads
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -143,7 +155,8 @@ class Flex(_Differentiated):
         compiled = torch.compile(flex_attention, dynamic=False)
         mask = None
         if case.causal:
-            mask = create_block_mask(_causal, None, None, case.rows, case.num_keys, device=inputs.q.device)
+            visible = _visible(case, inputs.q.device)
+            mask = create_block_mask(visible, None, None, case.rows, case.num_keys, device=inputs.q.device)
         grouped = case.heads != case.kv_heads
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -154,8 +167,14 @@ class Flex(_Differentiated):
         super().__init__(attend, [x.transpose(1, 2).contiguous() for x in inputs])
 
 
-def _causal(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-    return row >= key
+def _visible(case: Case, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether a row of a causal case sees a key, from batch, head, row and key."""
+    if case.documents:
+        first = torch.tensor(case.first_keys(), device=device)
+        return lambda _b, _h, row, key: (row >= key) & (key >= first[row])
+    if case.window:
+        return lambda _b, _h, row, key: (row >= key) & (row - key < case.window)
+    return lambda _b, _h, row, key: row >= key
 
 
 @contextmanager

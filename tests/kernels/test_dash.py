@@ -207,6 +207,17 @@ def test_tiles_are_cut_where_workers_would_wait_and_end_apart(heads: int, kv_hea
     assert even.max_dkv_turns == 1
 
 
+def test_packed_documents_are_walked_so_that_no_walk_waits_for_a_later_one() -> None:
+    lengths = [7, 2, 11, 5, 9, 3, 12, 6, 8, 1]
+    first = [sum(lengths[:n]) + row for n, length in enumerate(lengths) for row in range(length)]
+    last = [sum(lengths[: n + 1]) for n, length in enumerate(lengths) for _ in range(length)]
+    ranges = TileRanges(tuple(first), tuple(last), sum(lengths))
+    chosen = choose_schedule(ranges, heads=16, kv_heads=16, head_dim=128, workers=132)
+    longest = build_table("longest_first", ranges, heads=16, kv_heads=16, workers=132)
+    assert chosen.name == "descending"
+    assert simulate(chosen).makespan < 0.95 * simulate(longest).makespan
+
+
 @CHECK
 @given(ranges=any_ranges(), name=st.sampled_from(sorted(LINEAR)), data=st.data())
 def test_a_linear_order_is_one_where_each_walk_begins_when_the_last_has_ended(

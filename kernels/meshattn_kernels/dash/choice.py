@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 
 from meshattn_kernels.dash.placement import PART_COST, TASK_COST, job_costs, place
 from meshattn_kernels.dash.schedules import SPLIT_SHIFT_SPAN, end_parts, longest_first
@@ -53,7 +53,10 @@ def choose_schedule(
     3. A full mask over more heads: ``longest_first`` with some tiles cut, so that workers begin one after the
        other and end together, if that is worth while.
     4. A longest task above the fair share of a worker: ``halves``.
-    5. Otherwise ``longest_first``: over many heads the chain at the start is short.
+    5. Walks that begin to grow again, as from one document to the next: ``descending``, unless groups stay in
+       registers. Both bounds of the tiles that see a key/value tile rise with it, so that in this order each
+       walk comes to every query tile later than those before it.
+    6. Otherwise ``longest_first``: over many heads the chain at the start is short.
     """
     split = heads > kv_heads and _split_is_faster(ranges, heads, kv_heads)
     units = heads if split else kv_heads
@@ -71,6 +74,8 @@ def choose_schedule(
             cut = _best_cut(ranges, units, heads // units, in_flight)
     elif max(ranges.lengths) * NOMINAL_WORKERS > units * ranges.pairs:
         name = "halves"
+    elif units == heads and _rises(ranges.lengths):
+        name = "descending"
     return build_table(
         name,
         ranges,
@@ -110,6 +115,10 @@ def heads_in_flight(head_dim: int, rows: int, *, uniform: bool) -> int:
     slack = 0 if uniform else (1024 if head_dim > 64 else 2048) // head_dim
     slack = slack * SLACK_ROWS // max(SLACK_ROWS, rows)
     return 1 << (max(1, fit, slack).bit_length() - 1)
+
+
+def _rises(lengths: tuple[int, ...]) -> bool:
+    return any(a < b for a, b in pairwise(lengths))
 
 
 @lru_cache(maxsize=256)

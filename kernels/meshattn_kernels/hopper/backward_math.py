@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from meshattn_kernels.hopper.masks import ARRAY, BAND, FULL, key_bounds
+from meshattn_kernels.hopper.masks import BAND, FULL, Bounds, bounds_of_keys, key_bounds
 from meshattn_kernels.hopper.ordered_add import dq_shared_layout, segment_of
 from meshattn_kernels.hopper.shim import LOG2E, reinterpret, store_tile
 
@@ -49,47 +49,44 @@ def issue_product(operand, tile, start):
 
 
 @gluon.jit
-def masked(
-    tile, hidden: gl.constexpr, first_row, first_key, rows, common_first, common_end, MASK: gl.constexpr
-):
+def masked(tile, hidden: gl.constexpr, first_row, first_key, rows, bounds, MASK: gl.constexpr):
     """fp32 [64, query rows], ``hidden`` where the row does not see the key."""
     Q_ROWS: gl.constexpr = tile.shape[1]
     LAYOUT: gl.constexpr = accumulator_layout(Q_ROWS)
-    if (first_row < common_first) | (first_row + Q_ROWS > common_end):
+    if (first_row < bounds.common_start) | (first_row + Q_ROWS > bounds.common_end):
         row = first_row + gl.arange(0, Q_ROWS, layout=gl.SliceLayout(0, LAYOUT))
-        key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
-        first, end = key_bounds(rows, key, MASK)
+        first, end = bounds.start, bounds.end
+        if MASK == BAND:
+            key = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
+            first, end = key_bounds(rows, key, MASK)
         visible = (row[None, :] >= first[:, None]) & (row[None, :] < end[:, None])
         tile = gl.where(visible, tile, hidden)
     return tile
 
 
 @gluon.jit
-def scores_start(init, first_row, first_key, rows, common_first, common_end, MASK: gl.constexpr):
-    """What the scores of a tile start at. A band is masked here, where no product waits for it: -inf plus a
-    product gives p = 0. Arrays are masked later, for their bounds would be waited for. With 64 query rows a
-    band is faster masked later too."""
+def scores_start(init, first_row, first_key, rows, bounds, MASK: gl.constexpr):
+    """What the scores of a tile start at, masked where no product waits for that: -inf plus a product gives
+    p = 0. With 64 query rows it is faster later."""
     start = from_rows(init)
-    if MASK == BAND:
-        start = masked(start, float("-inf"), first_row, first_key, rows, common_first, common_end, MASK)
+    if MASK != FULL:
+        start = masked(start, float("-inf"), first_row, first_key, rows, bounds, MASK)
     return start
 
 
 @gluon.jit
-def probabilities(
-    scores, first_row, first_key, rows, common_first, common_end, exp2_scale, MASK: gl.constexpr
-):
+def probabilities(scores, first_row, first_key, rows, bounds, exp2_scale, MASK: gl.constexpr):
     """exp2(scores * exp2_scale), 0 where the row does not see the key of a MASK; fp32 [64, query rows]."""
     probs = gl.exp2(scores * exp2_scale)
     if MASK != FULL:  # also where the score of a hidden key overflowed
-        probs = masked(probs, 0.0, first_row, first_key, rows, common_first, common_end, MASK)
+        probs = masked(probs, 0.0, first_row, first_key, rows, bounds, MASK)
     return probs
 
 
 @gluon.jit
 def step_whole(
-    INDEX: gl.constexpr, memory, stage, parity, dk, dv, first_row, first_key, rows, common_first, common_end,
-    exp2_scale, MASK: gl.constexpr,
+    INDEX: gl.constexpr, memory, stage, parity, dk, dv, first_row, first_key, rows, bounds, exp2_scale,
+    MASK: gl.constexpr,
 ):  # fmt: skip
     """One step with the query tile in one piece. Returns this half of dq (fp32 [64, 64]), dv and dk."""
     Q_TILE: gl.constexpr = memory.q.shape[1]
@@ -102,20 +99,15 @@ def step_whole(
     v = memory.v.slice(INDEX * KEYS, KEYS, 0)
     own_ds = memory.ds.index(stage).slice(INDEX * KEYS, KEYS, 0)
     start = from_rows(memory.score_init.index(stage).load(ROW))  # both rows before the first product
-    if MASK != ARRAY:
-        dprob_init = memory.dprob_init.index(stage).load(ROW)
-        scores = issue_product(k, q, start)
-        dprobs = issue_product(v, do, from_rows(dprob_init))
-        scores = warpgroup_mma_wait(1, deps=[scores])
-    else:  # the mask needs the registers of the second product
-        scores = warpgroup_mma_wait(0, deps=[issue_product(k, q, start)])
-    probs = probabilities(scores, first_row, first_key, rows, common_first, common_end, exp2_scale, MASK)
+    dprob_init = memory.dprob_init.index(stage).load(ROW)
+    scores = issue_product(k, q, start)
+    dprobs = issue_product(v, do, from_rows(dprob_init))
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    probs = probabilities(scores, first_row, first_key, rows, bounds, exp2_scale, MASK)
     # No data movement: the registers of a product are those of an operand.
     probs_operand = gl.convert_layout(
         probs.to(memory.v.dtype), gl.DotOperandLayout(0, accumulator_layout(DV_TILE), 2)
     )
-    if MASK == ARRAY:
-        dprobs = issue_product(v, do, from_rows(memory.dprob_init.index(stage).load(ROW)))
     dprobs = warpgroup_mma_wait(0, deps=[dprobs])
     dv = warpgroup_mma(probs_operand, do, dv, is_async=True)
     ds = (probs * dprobs).to(memory.k.dtype)
@@ -129,8 +121,8 @@ def step_whole(
 
 @gluon.jit
 def step_halves(
-    INDEX: gl.constexpr, memory, v, stage, parity, dk, dv, first_row, first_key, rows, common_first,
-    common_end, exp2_scale, MASK: gl.constexpr,
+    INDEX: gl.constexpr, memory, v, stage, parity, dk, dv, first_row, first_key, rows, bounds, exp2_scale,
+    MASK: gl.constexpr,
 ):  # fmt: skip
     """As step_whole, with the query tile in two halves: the second half's products overlap the first's
     exp2. v: this half of V, in shared memory or in registers."""
@@ -147,47 +139,30 @@ def step_halves(
     do1 = memory.do.index(stage).slice(HALF, HALF, 0)
     k = memory.k.slice(INDEX * KEYS, KEYS, 0)
     own_ds = memory.ds.index(stage).slice(INDEX * KEYS, KEYS, 0)
-    LATE_MASK: gl.constexpr = ARRAY if MASK == ARRAY else FULL
-    # Products behind those of the first half, and of the second: a mask of arrays needs their registers.
-    BEHIND_0: gl.constexpr = 0 if MASK == ARRAY else 1
-    BEHIND_1: gl.constexpr = 0 if MASK == ARRAY else 2
     start0 = memory.score_init.index(stage).slice(0, HALF, 0).load(ROW)
     dprob_init0 = memory.dprob_init.index(stage).slice(0, HALF, 0).load(ROW)
-    start0 = scores_start(start0, first_row, first_key, rows, common_first, common_end, MASK)
-    if MASK != ARRAY:  # before the first product
-        start1 = memory.score_init.index(stage).slice(HALF, HALF, 0).load(ROW)
-        start1 = scores_start(start1, first_row + HALF, first_key, rows, common_first, common_end, MASK)
+    start0 = scores_start(start0, first_row, first_key, rows, bounds, MASK)
+    start1 = memory.score_init.index(stage).slice(HALF, HALF, 0).load(ROW)
+    start1 = scores_start(start1, first_row + HALF, first_key, rows, bounds, MASK)
     scores0 = issue_product(k, q0, start0)
     dprobs0 = issue_product(v, do0, from_rows(dprob_init0))
-    if MASK != ARRAY:
-        scores1 = issue_product(k, q1, start1)
+    scores1 = issue_product(k, q1, start1)
 
-    scores0 = warpgroup_mma_wait(1 + BEHIND_0, deps=[scores0])
-    probs = probabilities(
-        scores0, first_row, first_key, rows, common_first, common_end, exp2_scale, LATE_MASK
-    )
+    scores0 = warpgroup_mma_wait(2, deps=[scores0])
+    probs = gl.exp2(scores0 * exp2_scale)
     probs_operand = gl.convert_layout(probs.to(memory.v.dtype), P_OPERAND)
-    dprobs0 = warpgroup_mma_wait(BEHIND_0, deps=[dprobs0])
+    dprobs0 = warpgroup_mma_wait(1, deps=[dprobs0])
     ds = (probs * dprobs0).to(memory.k.dtype)
     own_ds.slice(0, HALF, 1).store(ds)
-    if MASK != ARRAY:  # only now, so that three accumulators are live at a time and not four
-        dprobs1 = issue_product(
-            v, do1, from_rows(memory.dprob_init.index(stage).slice(HALF, HALF, 0).load(ROW))
-        )
+    dprob_init1 = memory.dprob_init.index(stage).slice(HALF, HALF, 0).load(ROW)
+    dprobs1 = issue_product(v, do1, from_rows(dprob_init1))  # only now: three accumulators live, not four
     dv = warpgroup_mma(probs_operand, do0, dv, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(ds, DS_OPERAND), q0, dk, is_async=True)
 
-    if MASK == ARRAY:
-        start1 = from_rows(memory.score_init.index(stage).slice(HALF, HALF, 0).load(ROW))
-        dprob_init1 = memory.dprob_init.index(stage).slice(HALF, HALF, 0).load(ROW)
-        scores1 = issue_product(k, q1, start1)
-        dprobs1 = issue_product(v, do1, from_rows(dprob_init1))
-    scores1 = warpgroup_mma_wait(1 + BEHIND_1, deps=[scores1])
-    probs = probabilities(
-        scores1, first_row + HALF, first_key, rows, common_first, common_end, exp2_scale, LATE_MASK
-    )
+    scores1 = warpgroup_mma_wait(3, deps=[scores1])
+    probs = gl.exp2(scores1 * exp2_scale)
     probs_operand = gl.convert_layout(probs.to(memory.v.dtype), P_OPERAND)
-    dprobs1 = warpgroup_mma_wait(BEHIND_1, deps=[dprobs1])
+    dprobs1 = warpgroup_mma_wait(2, deps=[dprobs1])
     ds = (probs * dprobs1).to(memory.k.dtype)
     own_ds.slice(HALF, HALF, 1).store(ds)
     fence_async_shared()
@@ -346,7 +321,7 @@ def math_partition(
     KV_TILE: gl.constexpr = memory.k.shape[0]
     DQ_SHARED: gl.constexpr = dq_shared_layout(segment_of(HEAD_DIM))
     TWO_BUFFERS: gl.constexpr = memory.dq.shape[0] == 4
-    V_IN_REGISTERS: gl.constexpr = Q_HALVES == 2 and MASK != ARRAY  # arrays leave too few
+    V_IN_REGISTERS: gl.constexpr = Q_HALVES == 2
     exp2_scale = scale * LOG2E
     worker = gl.program_id(0)
     step = 0
@@ -366,13 +341,11 @@ def math_partition(
             if V_IN_REGISTERS:
                 v = memory.v.slice(INDEX * KEYS, KEYS, 0).load(v.type.layout)
         first_key = 0
-        common_first = 0
-        common_end = 0
+        bounds = Bounds(num_steps, num_steps, num_steps, num_steps)  # anything: not used
         entry = 0
-        if MASK != FULL:  # the rows from common_first to common_end see all of these keys
+        if MASK != FULL:
             first_key = gl.load(tasks + task * 8 + 2) * KV_TILE + INDEX * KEYS
-            common_first, _ = key_bounds(rows, first_key + (KEYS - 1), MASK)
-            _, common_end = key_bounds(rows, first_key, MASK)
+            bounds = bounds_of_keys(rows, first_key, KEYS, gl.SliceLayout(1, accumulator_layout(64)), MASK)
             if Q_HALVES == 2:
                 entry = gl.load(steps + first_step)
         for t in range(num_steps):
@@ -388,13 +361,13 @@ def math_partition(
             mbarrier.wait(memory.q_full.index(stage), parity)
             if Q_HALVES == 1:
                 dq, dv, dk = step_whole(
-                    INDEX, memory, stage, parity, dk, dv, first_row, first_key, rows, common_first,
-                    common_end, exp2_scale, MASK,
+                    INDEX, memory, stage, parity, dk, dv, first_row, first_key, rows, bounds,
+                    exp2_scale, MASK,
                 )  # fmt: skip
             else:
                 dq, dv, dk = step_halves(
-                    INDEX, memory, v, stage, parity, dk, dv, first_row, first_key, rows, common_first,
-                    common_end, exp2_scale, MASK,
+                    INDEX, memory, v, stage, parity, dk, dv, first_row, first_key, rows, bounds,
+                    exp2_scale, MASK,
                 )  # fmt: skip
                 mbarrier.arrive(memory.q_empty.index(stage), count=1)
             mbarrier.wait(memory.dq_empty.index(stage), parity)

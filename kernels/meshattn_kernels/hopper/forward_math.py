@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from meshattn_kernels.hopper.masks import FULL, common_keys, row_ends, row_starts, seen_keys
+from meshattn_kernels.hopper.masks import BAND, FULL, bounds_of_rows, row_bounds, seen_keys
 from meshattn_kernels.hopper.output import ROWS, lse_addresses, out_addresses, store_part
 from meshattn_kernels.hopper.shim import LN2, LOG2E, reinterpret, store_tile
 
@@ -129,7 +129,7 @@ def by_lane(tile):
 
 @gluon.jit
 def online_softmax(
-    scores, row_max, row_sum, first_row, first_key, rows, common_start, common_end, exp2_scale,
+    scores, row_max, row_sum, first_row, first_key, rows, bounds, exp2_scale,
     MASK: gl.constexpr, LAZY_MAX: gl.constexpr,
 ):  # fmt: skip
     """scores fp32 [64, KV_TILE] -> P, new row maximum (fp32 [64], base 2), sums (fp32 [64, 4], by lane: they
@@ -138,11 +138,13 @@ def online_softmax(
     LAYOUT: gl.constexpr = scores.type.layout
     if MASK != FULL:
         # A branch in ONE loop: separate loops for masked and unmasked tiles spill and are slower.
-        if (first_key < common_start) | (first_key + KV_TILE > common_end):
-            row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        if (first_key < bounds.common_start) | (first_key + KV_TILE > bounds.common_end):
             key = first_key + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, LAYOUT))
-            visible = key[None, :] >= row_starts(rows, row, MASK)[:, None]
-            visible = visible & (key[None, :] < row_ends(rows, row, MASK)[:, None])
+            start, end = bounds.start, bounds.end
+            if MASK == BAND:
+                row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+                start, end = row_bounds(rows, row, MASK)
+            visible = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
             # Not a finite value: a row whose tile is all masked would give exp2 of a rounding error of 1e22.
             scores = gl.where(visible, scores, float("-inf"))
     tile_max = gl.max(gl.max(gl.max(gl.max(by_lane(scores), 4), 1), 1), 1)
@@ -209,7 +211,7 @@ def consumer(
         first_row = (gl.load(task_row + 3) * CONSUMERS + INDEX) * ROWS
         first_tile = gl.load(task_row + 4)
         num_tiles = gl.load(task_row + 5)
-        common_start, common_end = common_keys(rows, first_row, ROWS, MASK)
+        bounds = bounds_of_rows(rows, first_row, ROWS, S_ROW, MASK)
         hidden_last = 0
         if PASSES_OVER:
             seen_start, seen_end = seen_keys(rows, first_row, ROWS, MASK)
@@ -235,7 +237,7 @@ def consumer(
         release_keys(memory, step, TOGETHER)
         if CARRY_PROBS:
             probs, row_max, row_sum, rescale = online_softmax(
-                scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale,
+                scores, row_max, row_sum, first_row, key, rows, bounds, exp2_scale,
                 MASK, LAZY_MAX,
             )  # fmt: skip
             probs = probs.to(memory.v.dtype)
@@ -246,7 +248,7 @@ def consumer(
                 scores = warpgroup_mma_wait(1, deps=[scores])
                 release_keys(memory, step + 1, TOGETHER)
                 next_probs, row_max, row_sum, rescale = online_softmax(
-                    scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale,
+                    scores, row_max, row_sum, first_row, key, rows, bounds, exp2_scale,
                     MASK, LAZY_MAX,
                 )  # fmt: skip
                 if KEYS_EARLY:
@@ -260,7 +262,7 @@ def consumer(
         else:
             for _i in range(0, num_tiles - 1):
                 probs, row_max, row_sum, rescale = online_softmax(
-                    scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale,
+                    scores, row_max, row_sum, first_row, key, rows, bounds, exp2_scale,
                     MASK, LAZY_MAX,
                 )  # fmt: skip
                 key -= KV_TILE
@@ -273,7 +275,7 @@ def consumer(
                 release_values(memory, step, TOGETHER)
                 step += 1
             probs, row_max, row_sum, rescale = online_softmax(
-                scores, row_max, row_sum, first_row, key, rows, common_start, common_end, exp2_scale,
+                scores, row_max, row_sum, first_row, key, rows, bounds, exp2_scale,
                 MASK, LAZY_MAX,
             )  # fmt: skip
             out = rescaled(out, rescale, LAZY_MAX)

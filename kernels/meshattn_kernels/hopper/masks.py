@@ -1,5 +1,4 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# ruff: noqa: SIM108 - conditions on constants stand alone
 """Row intervals inside the kernels: which tiles need a mask, and the mask.
 
 Row s sees the keys start(s) <= t < end(s), both non-decreasing in s. So the rows s0 .. s1 see all keys of a
@@ -39,6 +38,44 @@ class Rows:
         self.n_q, self.n_k = n_q, n_k
 
 
+@aggregate
+class Bounds:
+    """What is seen of the rows or keys that a task stays with: by all of them ``common_start`` to
+    ``common_end``, by each ``start`` to ``end``, vectors. These only ARRAY has: loaded once a task, because
+    every masked tile would wait for them. A band computes them where it masks, and needs no registers for
+    them elsewhere."""
+
+    common_start: gl.tensor
+    common_end: gl.tensor
+    start: gl.tensor
+    end: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, common_start, common_end, start, end):
+        self.common_start, self.common_end, self.start, self.end = common_start, common_end, start, end
+
+
+@gluon.jit
+def bounds_of_rows(rows, first, ROWS: gl.constexpr, LAYOUT: gl.constexpr, MASK: gl.constexpr):
+    """Of the rows first .. first + ROWS - 1, in keys."""
+    common_start, common_end = common_keys(rows, first, ROWS, MASK)
+    start, end = common_start, common_end
+    if MASK == ARRAY:
+        start, end = row_bounds(rows, first + gl.arange(0, ROWS, layout=LAYOUT), MASK)
+    return Bounds(common_start, common_end, start, end)
+
+
+@gluon.jit
+def bounds_of_keys(rows, first, KEYS: gl.constexpr, LAYOUT: gl.constexpr, MASK: gl.constexpr):
+    """Of the keys first .. first + KEYS - 1, in rows."""
+    common_start, _ = key_bounds(rows, first + (KEYS - 1), MASK)
+    _, common_end = key_bounds(rows, first, MASK)
+    start, end = common_start, common_end
+    if MASK == ARRAY:
+        start, end = key_bounds(rows, first + gl.arange(0, KEYS, layout=LAYOUT), MASK)
+    return Bounds(common_start, common_end, start, end)
+
+
 @gluon.jit
 def common_keys(rows, first, ROWS: gl.constexpr, MASK: gl.constexpr):
     """Start and end of the keys that all of the rows first .. first + ROWS - 1 see. Padding rows do not
@@ -67,23 +104,16 @@ def seen_keys(rows, first, ROWS: gl.constexpr, MASK: gl.constexpr):
 
 
 @gluon.jit
-def row_starts(rows, row, MASK: gl.constexpr):
-    """Start of each row of a vector. Of padding rows it means nothing."""
+def row_bounds(rows, row, MASK: gl.constexpr):
+    """Start and end of each row of a vector. Of padding rows they mean nothing."""
     if MASK == ARRAY:
-        start = gl.load(rows.start + gl.minimum(row, rows.n_q - 1))
+        at = gl.minimum(row, rows.n_q - 1)
+        start = gl.load(rows.start + at)
+        end = gl.load(rows.end + at)
     else:
         start = row - rows.hi
-    return start
-
-
-@gluon.jit
-def row_ends(rows, row, MASK: gl.constexpr):
-    """End of each row of a vector. Of padding rows it means nothing."""
-    if MASK == ARRAY:
-        end = gl.load(rows.end + gl.minimum(row, rows.n_q - 1))
-    else:
         end = gl.minimum(row - rows.lo + 1, rows.n_k)
-    return end
+    return start, end
 
 
 @gluon.jit

@@ -59,7 +59,7 @@ _FORWARD = {  # (greater head tile, kind of mask): measured best, but for ARRAY,
     (128, ARRAY): ForwardTiling(consumers=2, stages=2, carry_probs=False),
     (64, FULL): ForwardTiling(consumers=3, stages=3, carry_probs=True),
     (64, BAND): ForwardTiling(consumers=3, stages=3, carry_probs=True),
-    (64, ARRAY): ForwardTiling(consumers=3, stages=2, carry_probs=False),
+    (64, ARRAY): ForwardTiling(consumers=3, stages=3, carry_probs=True),
 }
 
 
