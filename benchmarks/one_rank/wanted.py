@@ -117,4 +117,7 @@ def _heads_of(head_dim: int, rows: int, heads: int, kv_heads: int) -> Callable[[
 
 
 def _shape(case: Case) -> tuple[int, ...]:
+    """Nothing is wanted of cases with more of a mask than a causal one."""
+    if case.window or case.documents:
+        return ()
     return case.head_dim, case.rows, case.num_keys, case.batch, case.heads, case.kv_heads

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+import random
+from itertools import accumulate, pairwise, product
 
 import pytest
+import torch
 
+from meshattn_kernels import ArrayIntervals
 from meshattn_kernels.dash import TURN_SHIFT, ScheduleTable, TileRanges, build_table, choose_schedule
 from meshattn_kernels.dash.choice import heads_in_flight
 from meshattn_kernels.dash.gantt import main
 from meshattn_kernels.dash.model import MEASURED, Costs, simulate
+from meshattn_kernels.tile_ranges import visible_ranges
 
 CASES = [(4, 2, 0.25), (8, 16, 0.10), (8, 16, 0.50), (32, 2, 0.25), (32, 4, 1.00), (6, 1, 0.5), (5, 3, 0.3)]
 
@@ -113,6 +117,20 @@ def test_defaults_stay_near_the_bound(heads: int, kv_heads: int, tiles: int, mas
     for workers in (128, 64):
         table = choose_schedule(ranges, heads=heads, kv_heads=kv_heads, head_dim=128, workers=workers)
         assert simulate(table, MEASURED).ratio < limit
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_document_waits_for_the_next(seed: int) -> None:
+    """Though they share query tiles, which is what keeps an order by length from the bound."""
+    draw = random.Random(seed)
+    borders = [0, *accumulate(draw.randint(1, 3000) for _ in range(8))]
+    start = [border for border, end in pairwise(borders) for _ in range(border, end)]
+    bounds = (torch.tensor(bound, dtype=torch.int32) for bound in (start, range(1, len(start) + 1)))
+    intervals = ArrayIntervals(*bounds, len(start), len(start))
+    ranges = visible_ranges(intervals, len(start), len(start), 64, 128)
+    table = choose_schedule(ranges, heads=16, kv_heads=16, head_dim=128, workers=132)
+    by_length = build_table("longest_first", ranges, heads=16, kv_heads=16, workers=132)
+    assert simulate(table, MEASURED).ratio < min(1.1, simulate(by_length, MEASURED).ratio - 0.1)
 
 
 def test_causal_descending_beats_naive_by_what_the_kernel_needs() -> None:

@@ -53,9 +53,10 @@ def choose_schedule(
     3. A full mask over more heads: ``longest_first`` with some tiles cut, so that workers begin one after the
        other and end together, if that is worth while.
     4. A longest task above the fair share of a worker: ``halves``.
-    5. Walks that begin to grow again, as from one document to the next: ``descending``, unless groups stay in
-       registers. Both bounds of the tiles that see a key/value tile rise with it, so that in this order each
-       walk comes to every query tile later than those before it.
+    5. Walks that grow again, as from one document to the next: ``descending``, but for groups in registers.
+       Both bounds of what sees a key/value tile rise with it, so in this order each walk comes to every query
+       tile after those before it. By length, the first of a document waits for all of the next one to walk
+       to the tile that they share: 24 % slower in 11 documents of 16k tokens.
     6. Otherwise ``longest_first``: over many heads the chain at the start is short.
     """
     split = heads > kv_heads and _split_is_faster(ranges, heads, kv_heads)
@@ -74,8 +75,10 @@ def choose_schedule(
             cut = _best_cut(ranges, units, heads // units, in_flight)
     elif max(ranges.lengths) * NOMINAL_WORKERS > units * ranges.pairs:
         name = "halves"
-    elif units == heads and _rises(ranges.lengths):
+    elif units == heads and any(a < b for a, b in pairwise(ranges.lengths)):
         name = "descending"
+        walked = ranges.pairs // seen * ranges.q_tile
+        in_flight = heads_in_flight(head_dim, walked, uniform=False)
     return build_table(
         name,
         ranges,
@@ -115,10 +118,6 @@ def heads_in_flight(head_dim: int, rows: int, *, uniform: bool) -> int:
     slack = 0 if uniform else (1024 if head_dim > 64 else 2048) // head_dim
     slack = slack * SLACK_ROWS // max(SLACK_ROWS, rows)
     return 1 << (max(1, fit, slack).bit_length() - 1)
-
-
-def _rises(lengths: tuple[int, ...]) -> bool:
-    return any(a < b for a, b in pairwise(lengths))
 
 
 @lru_cache(maxsize=256)

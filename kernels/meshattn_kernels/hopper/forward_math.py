@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from meshattn_kernels.hopper.masks import BAND, FULL, bounds_of_rows, row_bounds, seen_keys
+from meshattn_kernels.hopper.masks import FULL, bounds_of_rows, row_ends, row_starts, seen_keys
 from meshattn_kernels.hopper.output import ROWS, lse_addresses, out_addresses, store_part
 from meshattn_kernels.hopper.shim import LN2, LOG2E, reinterpret, store_tile
 
@@ -139,12 +139,10 @@ def online_softmax(
     if MASK != FULL:
         # A branch in ONE loop: separate loops for masked and unmasked tiles spill and are slower.
         if (first_key < bounds.common_start) | (first_key + KV_TILE > bounds.common_end):
+            row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
             key = first_key + gl.arange(0, KV_TILE, layout=gl.SliceLayout(0, LAYOUT))
-            start, end = bounds.start, bounds.end
-            if MASK == BAND:
-                row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-                start, end = row_bounds(rows, row, MASK)
-            visible = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
+            visible = key[None, :] >= row_starts(rows, bounds, row, MASK)[:, None]
+            visible = visible & (key[None, :] < row_ends(rows, bounds, row, MASK)[:, None])
             # Not a finite value: a row whose tile is all masked would give exp2 of a rounding error of 1e22.
             scores = gl.where(visible, scores, float("-inf"))
     tile_max = gl.max(gl.max(gl.max(gl.max(by_lane(scores), 4), 1), 1), 1)
@@ -237,8 +235,7 @@ def consumer(
         release_keys(memory, step, TOGETHER)
         if CARRY_PROBS:
             probs, row_max, row_sum, rescale = online_softmax(
-                scores, row_max, row_sum, first_row, key, rows, bounds, exp2_scale,
-                MASK, LAZY_MAX,
+                scores, row_max, row_sum, first_row, key, rows, bounds, exp2_scale, MASK, LAZY_MAX,
             )  # fmt: skip
             probs = probs.to(memory.v.dtype)
             for i in range(1, num_tiles):
@@ -248,8 +245,7 @@ def consumer(
                 scores = warpgroup_mma_wait(1, deps=[scores])
                 release_keys(memory, step + 1, TOGETHER)
                 next_probs, row_max, row_sum, rescale = online_softmax(
-                    scores, row_max, row_sum, first_row, key, rows, bounds, exp2_scale,
-                    MASK, LAZY_MAX,
+                    scores, row_max, row_sum, first_row, key, rows, bounds, exp2_scale, MASK, LAZY_MAX,
                 )  # fmt: skip
                 if KEYS_EARLY:
                     if i + 1 < num_tiles:
@@ -262,8 +258,7 @@ def consumer(
         else:
             for _i in range(0, num_tiles - 1):
                 probs, row_max, row_sum, rescale = online_softmax(
-                    scores, row_max, row_sum, first_row, key, rows, bounds, exp2_scale,
-                    MASK, LAZY_MAX,
+                    scores, row_max, row_sum, first_row, key, rows, bounds, exp2_scale, MASK, LAZY_MAX,
                 )  # fmt: skip
                 key -= KV_TILE
                 scores = issue_scores(q, memory, step + 1)
@@ -275,8 +270,7 @@ def consumer(
                 release_values(memory, step, TOGETHER)
                 step += 1
             probs, row_max, row_sum, rescale = online_softmax(
-                scores, row_max, row_sum, first_row, key, rows, bounds, exp2_scale,
-                MASK, LAZY_MAX,
+                scores, row_max, row_sum, first_row, key, rows, bounds, exp2_scale, MASK, LAZY_MAX,
             )  # fmt: skip
             out = rescaled(out, rescale, LAZY_MAX)
         if not Q_IN_REGISTERS:

@@ -1,4 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# ruff: noqa: SIM108 - conditions on constants stand alone
 """Row intervals inside the kernels: which tiles need a mask, and the mask.
 
 Row s sees the keys start(s) <= t < end(s), both non-decreasing in s. So the rows s0 .. s1 see all keys of a
@@ -61,7 +62,8 @@ def bounds_of_rows(rows, first, ROWS: gl.constexpr, LAYOUT: gl.constexpr, MASK: 
     common_start, common_end = common_keys(rows, first, ROWS, MASK)
     start, end = common_start, common_end
     if MASK == ARRAY:
-        start, end = row_bounds(rows, first + gl.arange(0, ROWS, layout=LAYOUT), MASK)
+        row = gl.minimum(first + gl.arange(0, ROWS, layout=LAYOUT), rows.n_q - 1)
+        start, end = gl.load(rows.start + row), gl.load(rows.end + row)
     return Bounds(common_start, common_end, start, end)
 
 
@@ -104,16 +106,23 @@ def seen_keys(rows, first, ROWS: gl.constexpr, MASK: gl.constexpr):
 
 
 @gluon.jit
-def row_bounds(rows, row, MASK: gl.constexpr):
-    """Start and end of each row of a vector. Of padding rows they mean nothing."""
+def row_starts(rows, bounds, row, MASK: gl.constexpr):
+    """Start of each row of a vector, those of ``bounds``. Of padding rows it means nothing."""
     if MASK == ARRAY:
-        at = gl.minimum(row, rows.n_q - 1)
-        start = gl.load(rows.start + at)
-        end = gl.load(rows.end + at)
+        start = bounds.start
     else:
         start = row - rows.hi
+    return start
+
+
+@gluon.jit
+def row_ends(rows, bounds, row, MASK: gl.constexpr):
+    """End of each row of a vector, those of ``bounds``. Of padding rows it means nothing."""
+    if MASK == ARRAY:
+        end = bounds.end
+    else:
         end = gl.minimum(row - rows.lo + 1, rows.n_k)
-    return start, end
+    return end
 
 
 @gluon.jit

@@ -53,13 +53,13 @@ class ForwardTiling:
         return self.consumers * CONSUMER_ROWS
 
 
-_FORWARD = {  # (greater head tile, kind of mask): measured best, but for ARRAY, which would spill
+_FORWARD = {  # (greater head tile, kind of mask): measured best
     (128, FULL): ForwardTiling(consumers=2, stages=3, carry_probs=True, together=True),
     (128, BAND): ForwardTiling(consumers=2, stages=2, carry_probs=False),
     (128, ARRAY): ForwardTiling(consumers=2, stages=2, carry_probs=False),
     (64, FULL): ForwardTiling(consumers=3, stages=3, carry_probs=True),
     (64, BAND): ForwardTiling(consumers=3, stages=3, carry_probs=True),
-    (64, ARRAY): ForwardTiling(consumers=3, stages=3, carry_probs=True),
+    (64, ARRAY): ForwardTiling(consumers=3, stages=2, carry_probs=False),
 }
 
 
