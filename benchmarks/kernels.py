@@ -8,7 +8,7 @@ state.
 
 Suites: quick; required; peers (all kernels); portable (those for any GPU); lengths (1k to 32k); schedules
 (each backward schedule); groups (GQA and MQA against MHA); blocks (blocks of a mesh step, merging and
-adding); launch (host time of a call, CUDA graphs).
+adding); documents (packed documents and a window); launch (host time of a call, CUDA graphs).
 
 Every kernel is first checked against float64 at the shape that is timed; one that fails is reported and not
 timed, and the code is 1. Records are written after each comparison, so that a run that is cut off leaves what

@@ -29,6 +29,9 @@ CASES = [
     Case(16, True, 37, 2, 4, 2),
     Case(8, False, 21, 1, 3, 3, 50),
     Case(16, False, 50, 3, 4, 1, 21),
+    Case(16, True, 40, 2, 4, 2, window=7),
+    Case(8, True, 90, 1, 3, 1, documents="packed"),
+    Case(8, True, 90, 1, 2, 2, documents="long"),
 ]
 
 
@@ -49,10 +52,20 @@ def test_a_causal_case_must_be_square() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_operations_are_those_of_the_products(case: Case) -> None:
-    pairs = case.batch * case.heads * case.rows * case.num_keys / (2 if case.causal else 1)
-    product = 2 * pairs * case.head_dim
+    pairs = case.rows * case.num_keys / (2 if case.causal else 1)
+    if case.window or case.documents:
+        pairs = contenders.intervals_of(case, CPU).num_pairs
+    product = 2 * case.batch * case.heads * pairs * case.head_dim
     for what in PASSES:
         assert case.flop(what) == product * (5 if "backward" in what else 2)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 16384])
+@pytest.mark.parametrize("draw", shapes.DRAWS)
+def test_documents_fill_the_rows(draw: str, rows: int) -> None:
+    lengths = shapes.document_lengths(draw, rows)
+    assert sum(lengths) == rows and min(lengths) >= 0
+    assert max(lengths) >= rows // 2 if draw == shapes.LONG else len(lengths) > 1 or rows == 1
 
 
 def test_every_ratio_is_between_figures_that_take_turns() -> None:
@@ -84,7 +97,14 @@ def dense(case: Case, inputs: contenders.Inputs) -> contenders.Results:
     group = case.heads // case.kv_heads
     scores = torch.einsum("bshd,bthd->bhst", q, k.repeat_interleave(group, 2)) * case.head_dim**-0.5
     if case.causal:
-        scores = scores.masked_fill(~torch.ones(case.rows, case.num_keys).tril().bool(), -math.inf)
+        seen = torch.ones(case.rows, case.rows).tril().bool()
+        if case.window:
+            seen = seen.triu(1 - case.window)
+        if case.documents:
+            lengths = torch.tensor(shapes.document_lengths(case.documents, case.rows))
+            document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+            seen &= document[:, None] == document
+        scores = scores.masked_fill(~seen, -math.inf)
     out = torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v.repeat_interleave(group, 2))
     return contenders.Results(out.detach(), *torch.autograd.grad(out, (q, k, v), inputs.do.double()))
 
