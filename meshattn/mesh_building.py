@@ -102,7 +102,7 @@ def init_attention_mesh(
     try:
         agreement.enter("init_attention_mesh", stated, trouble)
         connection = choose(connection, transport)
-    except Exception:
+    except ValueError:  # all ranks alike, and nothing is under way
         connection.abandon()
         raise
     return AttentionMesh(connection, agreement, chosen, head_ranks, head_groups, cluster, cuda_graphs)
