@@ -207,15 +207,15 @@ def test_tiles_are_cut_where_workers_would_wait_and_end_apart(heads: int, kv_hea
     assert even.max_dkv_turns == 1
 
 
-def test_packed_documents_are_walked_so_that_no_walk_waits_for_a_later_one() -> None:
-    lengths = [7, 2, 11, 5, 9, 3, 12, 6, 8, 1]
-    first = [sum(lengths[:n]) + row for n, length in enumerate(lengths) for row in range(length)]
-    last = [sum(lengths[: n + 1]) for n, length in enumerate(lengths) for _ in range(length)]
-    ranges = TileRanges(tuple(first), tuple(last), sum(lengths))
+def test_documents_that_share_no_tile_are_walked_by_length() -> None:
+    lengths = [1024] * 16
+    first = torch.tensor([sum(lengths[:n]) for n, length in enumerate(lengths) for _ in range(length)])
+    rows = len(first)
+    intervals = ArrayIntervals(first.int(), torch.arange(1, rows + 1).int(), rows, rows)
+    ranges = visible_ranges(intervals, rows, rows, 128, 128)
     chosen = choose_schedule(ranges, heads=16, kv_heads=16, head_dim=128, workers=132)
-    longest = build_table("longest_first", ranges, heads=16, kv_heads=16, workers=132)
-    assert chosen.name == "descending"
-    assert simulate(chosen).makespan < 0.95 * simulate(longest).makespan
+    descending = build_table("descending", ranges, heads=16, kv_heads=16, workers=132)
+    assert simulate(chosen).makespan < 0.95 * simulate(descending).makespan
 
 
 @CHECK
