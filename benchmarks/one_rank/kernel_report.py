@@ -18,7 +18,8 @@ MATMUL = "matmul: product"
 
 
 METHOD = """\
-TF/s count 4 B H S_q S_k D operations forward, 2.5 times as many backward, half of them under a causal mask.
+TF/s count 4 B H S_q S_k D operations forward, 2.5 times as many backward, half of them under a causal mask;
+under a window or documents (packed, long) those of the pairs that are seen.
 Each figure is the median over turns that all kernels of a row take in one process; a turn is timed once its
 kernel has run for some 20 ms behind 40 ms of matrix products, so that the clock has settled to what the GPU's
 power limit leaves and no kernel gains or loses by the one before it. In brackets is how far the middle three
