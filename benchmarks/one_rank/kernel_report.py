@@ -114,11 +114,12 @@ def render(runs: Sequence[Run], picture: str | None = None, notes: Sequence[str]
 
 
 def _rates_by_case(book: Book) -> dict[str, dict[Case, dict[str, float]]]:
+    """Of causal and full cases, which the picture is of."""
     found: dict[str, dict[Case, dict[str, float]]] = {}
     for what in PASSES:
         for (_, name), row in book.rates(what).items():
             case = Case.parse(name)
-            if case is not None:
+            if case is not None and not case.window and not case.documents:
                 rates = {kernel: record.ours for kernel, record in row.items()}
                 found.setdefault(what, {}).setdefault(case, {}).update(rates)
     return found
