@@ -97,10 +97,9 @@ class Walks:
         for first, length, start, direction in zip(*(column.tolist() for column in columns), strict=True):
             if length:
                 seen, walk = due[first : first + length], entries[begin : begin + length]
-                if direction > 0:
-                    walk.copy_(seen.roll(first - start))
-                else:
-                    walk.copy_(seen.roll(first - start - 1).flip(0))
+                ahead = (first - start if direction > 0 else first - start - 1) % length
+                rolled = seen.roll(ahead) if ahead else seen
+                walk.copy_(rolled if direction > 0 else rolled.flip(0))
                 seen += 1 << TURN_SHIFT
                 begin += length
         return entries
