@@ -89,8 +89,9 @@ def _marks(
 def _tested(folder: Path) -> Iterator[tuple[str, str, str]]:
     found = {record["metric"]: record["ours"] for record in _records(folder)}
     if "wrong cases" in found:
-        left = f", but {found['meshes left']:.0f} meshes were not tested" if found["meshes left"] else ""
-        yield "self-test: wrong cases", "0", f"{found['wrong cases']:.0f}{left}"
+        left = found.get("meshes left", 0)
+        untested = f", but {left:.0f} meshes were not tested" if left else ""
+        yield "self-test: wrong cases", "0", f"{found['wrong cases']:.0f}{untested}"
 
 
 def _scaling(folder: Path) -> Iterator[tuple[str, str, str]]:
