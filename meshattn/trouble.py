@@ -8,15 +8,15 @@ from typing import NoReturn
 
 class Trouble:
     """Holds the first exception of the blocks that it is entered for with ``with``, which end there, so that
-    the other ranks do not wait for this one, or one that it is made with.
+    the other ranks do not wait for this one.
 
     Variables must not hold the exception: it refers to the frames that it comes through, so these would keep
     each other alive, with all tensors of the call and the threads of its groups, until the garbage collector
     comes by.
     """
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self._error = error
+    def __init__(self) -> None:
+        self._error: Exception | None = None
 
     def __bool__(self) -> bool:
         """Whether anything is wrong."""

@@ -172,9 +172,10 @@ def _packed(mesh: AttentionMesh) -> Any:
 
 
 def _missing(mesh: AttentionMesh) -> Any:
-    return mesh.agreement.enter(
-        "mesh_attention", {}, Trouble(NotImplementedError("this option is not there yet"))
-    )
+    trouble = Trouble()
+    with trouble:
+        raise NotImplementedError("this option is not there yet")
+    return mesh.agreement.enter("mesh_attention", {}, trouble)
 
 
 @pytest.mark.timeout(40)

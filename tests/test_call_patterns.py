@@ -83,8 +83,11 @@ def test_a_store_whose_host_has_ended_is_told_with_the_call() -> None:
     agreement = Agreement(BrokenStore(), 0, range(3), 0.05)
     with pytest.raises(TransportError, match=r"^attend, call 1: the store .* is gone; .*\(Broken pipe\)$"):
         agreement.enter("attend", {"q": "alike"})
+    trouble = Trouble()
+    with trouble:
+        raise ValueError("wrong here")
     with pytest.raises(ValueError, match="wrong here"):
-        agreement.enter("attend", {"q": "alike"}, Trouble(ValueError("wrong here")))
+        agreement.enter("attend", {"q": "alike"}, trouble)
 
 
 def test_ranks_that_said_nothing_are_named() -> None:

@@ -207,17 +207,6 @@ def test_tiles_are_cut_where_workers_would_wait_and_end_apart(heads: int, kv_hea
     assert even.max_dkv_turns == 1
 
 
-def test_documents_that_share_no_tile_are_walked_by_length() -> None:
-    lengths = [1024] * 16
-    first = torch.tensor([sum(lengths[:n]) for n, length in enumerate(lengths) for _ in range(length)])
-    rows = len(first)
-    intervals = ArrayIntervals(first.int(), torch.arange(1, rows + 1).int(), rows, rows)
-    ranges = visible_ranges(intervals, rows, rows, 128, 128)
-    chosen = choose_schedule(ranges, heads=16, kv_heads=16, head_dim=128, workers=132)
-    descending = build_table("descending", ranges, heads=16, kv_heads=16, workers=132)
-    assert simulate(chosen).makespan < 0.95 * simulate(descending).makespan
-
-
 @CHECK
 @given(ranges=any_ranges(), name=st.sampled_from(sorted(LINEAR)), data=st.data())
 def test_a_linear_order_is_one_where_each_walk_begins_when_the_last_has_ended(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import accumulate, pairwise, product
 
 import pytest
@@ -119,18 +120,30 @@ def test_defaults_stay_near_the_bound(heads: int, kv_heads: int, tiles: int, mas
         assert simulate(table, MEASURED).ratio < limit
 
 
+def ranges_of(lengths: Sequence[int], q_tile: int) -> TileRanges:
+    """Of packed documents."""
+    borders = [0, *accumulate(lengths)]
+    start = [border for border, end in pairwise(borders) for _ in range(border, end)]
+    bounds = (torch.tensor(bound, dtype=torch.int32) for bound in (start, range(1, len(start) + 1)))
+    intervals = ArrayIntervals(*bounds, len(start), len(start))
+    return visible_ranges(intervals, len(start), len(start), q_tile, 128)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_document_waits_for_the_next(seed: int) -> None:
     """Though they share query tiles, which is what keeps an order by length from the bound."""
     draw = random.Random(seed)
-    borders = [0, *accumulate(draw.randint(1, 3000) for _ in range(8))]
-    start = [border for border, end in pairwise(borders) for _ in range(border, end)]
-    bounds = (torch.tensor(bound, dtype=torch.int32) for bound in (start, range(1, len(start) + 1)))
-    intervals = ArrayIntervals(*bounds, len(start), len(start))
-    ranges = visible_ranges(intervals, len(start), len(start), 64, 128)
+    ranges = ranges_of([draw.randint(1, 3000) for _ in range(8)], q_tile=64)
     table = choose_schedule(ranges, heads=16, kv_heads=16, head_dim=128, workers=132)
     by_length = build_table("longest_first", ranges, heads=16, kv_heads=16, workers=132)
     assert simulate(table, MEASURED).ratio < min(1.1, simulate(by_length, MEASURED).ratio - 0.1)
+
+
+def test_documents_that_share_no_tile_are_walked_by_length() -> None:
+    ranges = ranges_of([1024] * 16, q_tile=128)
+    chosen = choose_schedule(ranges, heads=16, kv_heads=16, head_dim=128, workers=132)
+    descending = build_table("descending", ranges, heads=16, kv_heads=16, workers=132)
+    assert simulate(chosen).makespan < 0.95 * simulate(descending).makespan
 
 
 def test_causal_descending_beats_naive_by_what_the_kernel_needs() -> None:

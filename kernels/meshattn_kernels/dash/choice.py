@@ -123,8 +123,8 @@ def heads_in_flight(head_dim: int, rows: int, *, uniform: bool) -> int:
 
 def _grows_again(ranges: TileRanges) -> bool:
     """Whether a walk is longer than the one before and begins before that has ended."""
-    lengths, both = pairwise(ranges.lengths), zip(ranges.last, ranges.first[1:], strict=False)
-    return any(a < b and begin < end for (a, b), (end, begin) in zip(lengths, both, strict=True))
+    walks = pairwise(zip(ranges.first, ranges.last, strict=True))
+    return any(last - first < end - begin and begin < last for (first, last), (begin, end) in walks)
 
 
 @lru_cache(maxsize=256)
