@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from harness import REPORTS, Machine, Record
-from one_rank.attention_cases import Case
+from one_rank.attention_cases import LONG, PACKED, Case
 from one_rank.contenders import Ours, make_inputs, our_kernel
 from one_rank.kernel_report import publish
 
@@ -40,6 +40,9 @@ CASES = (
     Case(64, False, 129, 2, 2, 2, 257),
     Case(80, True, 200, 1, 1, 1),
     Case(128, False, 1450, 1, 13, 13, 1408),  # the last tasks in pieces
+    Case(128, True, 1201, 1, 4, 2, documents=PACKED),
+    Case(64, True, 1201, 1, 3, 3, documents=LONG),
+    Case(128, True, 517, 1, 3, 1, window=190),
 )
 
 
