@@ -17,6 +17,8 @@ from meshattn.plan import Tile
 from meshattn.testing import run_ranks
 
 B, H, H_KV, D, SEQ_LEN = 2, 4, 2, 64, 515
+LONG = 2_000_000_000
+"""Cycles of a GPU: about a second."""
 Leaves = tuple[Tensor, Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -235,3 +237,38 @@ def test_the_host_never_waits_for_the_gpu(tile: Tile, dtype: torch.dtype, layout
         run_ranks(tile.ranks, on_rank)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kernel", [None, "triton", "triton-dash"])
+def test_a_mask_that_is_new_does_not_wait_for_the_gpu(kernel: str | None) -> None:
+    """Documents change with every step, and their tables are copied beside what the GPU has still to do. A
+    graph, which could not hold such copies, is refused."""
+
+    def on_rank(group: Any) -> None:
+        mesh = ma.init_attention_mesh(group)
+        inputs, do = leaves(SEQ_LEN)
+
+        def call(border: int) -> list[Tensor]:
+            seq = mesh.sequence(SEQ_LEN, cu_seqlens=[0, border, 300, SEQ_LEN])
+            return results(
+                lambda q, k, v: ma.mesh_attention(q, k, v, seq, causal=True, kernel=kernel),  # type: ignore[arg-type, return-value]
+                inputs,
+                do,
+            )
+
+        call(99)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(LONG)
+        slept = torch.cuda.Event()
+        slept.record()
+        busy = call(101)
+        assert not slept.query(), "the call came back after what stood before it on the GPU"
+        torch.cuda.synchronize()
+        assert_equal(busy, call(101))
+        with (
+            pytest.raises(RuntimeError, match="call attention once"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            call(103)
+
+    run_ranks(1, on_rank)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshattn_kernels.dash.placement import job_costs, launch_order, place, place_in_turn
 from meshattn_kernels.dash.schedules import CYCLIC, LINEAR, SCHEDULES, Walks, cut_ends, split_shift
-from meshattn_kernels.device import on_host
+from meshattn_kernels.device import copied, on_host
 from meshattn_kernels.tile_ranges import TileRanges
 
 LOAD = 1
@@ -101,14 +101,10 @@ class ScheduleTable:
 
 @lru_cache(maxsize=256)
 def _on_device(table: ScheduleTable, device: torch.device) -> ScheduleTable:
-    return replace(
-        table,
-        worker_start=table.worker_start.to(device),
-        tasks=table.tasks.to(device),
-        steps=table.steps.to(device),
-        turns=table.turns.to(device),
-        unseen=table.unseen.to(device),
+    worker_start, tasks, steps, turns, unseen = copied(
+        device, table.worker_start, table.tasks, table.steps, table.turns, table.unseen
     )
+    return replace(table, worker_start=worker_start, tasks=tasks, steps=steps, turns=turns, unseen=unseen)
 
 
 @on_host

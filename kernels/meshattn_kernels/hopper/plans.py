@@ -16,6 +16,7 @@ from torch import Tensor
 from meshattn_kernels.dash import LOAD, STORE, ScheduleTable, choose_schedule, named_schedule
 from meshattn_kernels.dash.choice import LEAST_GAIN, NOMINAL_WORKERS
 from meshattn_kernels.dash.placement import NO_DELAY, Delay, place
+from meshattn_kernels.device import copied
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
 from meshattn_kernels.sharing import heads_of
 from meshattn_kernels.tile_ranges import visible_ranges
@@ -261,7 +262,7 @@ def _of(make: Callable[[Intervals, Call], Plan], arrays: ArrayIntervals, call: C
 
 def _mask(intervals: Intervals, device: torch.device, *, of_keys: bool) -> Mask:
     if isinstance(intervals, ArrayIntervals):
-        start, end = (bound.to(device).contiguous() for bound in (intervals.start, intervals.end))
+        start, end = (bound.contiguous() for bound in copied(device, intervals.start, intervals.end))
         if of_keys:
             key = torch.arange(intervals.n_k, dtype=torch.int32, device=device)
             bounds = (end[: intervals.n_q], start[: intervals.n_q])
@@ -278,15 +279,17 @@ def _make_forward(intervals: Intervals, call: Call) -> ForwardPlan:
     mask = _mask(intervals, device, of_keys=False)
     tiling = _FORWARD[call.head_tile, mask.kind]
     starts, tasks, joins = forward_tasks(intervals, call, tiling.block)
+    tables = [torch.tensor(rows, dtype=torch.int32, device="cpu") for rows in (starts, tasks, joins)]
+    worker_start, task_rows, join_rows = copied(device, *tables)
     return ForwardPlan(
         call=call,
         empty=intervals.is_empty,
         mask=mask,
         tiling=tiling,
         workers=len(starts) - 1,
-        worker_start=torch.tensor(starts, dtype=torch.int32, device=device),
-        tasks=torch.tensor(tasks, dtype=torch.int32).reshape(-1, 8).to(device),
-        joins=torch.tensor(joins, dtype=torch.int32).reshape(-1, 8).to(device),
+        worker_start=worker_start,
+        tasks=task_rows.reshape(-1, 8),
+        joins=join_rows.reshape(-1, 8),
         num_parts=sum(join[4] for join in joins),
     )
 
@@ -395,6 +398,7 @@ def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
     shared = table.tasks[table.tasks[:, 6] >= 0]
     one_head = shared[shared[:, 1] == shared[0, 1], 2] if len(shared) else shared[:, 2]
     first_part_tile = int(one_head.min()) if len(shared) else 0
+    (parts_of_tiles,) = copied(device, torch.bincount(one_head.long() - first_part_tile).int())
     return BackwardPlan(
         call=call,
         empty=intervals.is_empty,
@@ -403,7 +407,7 @@ def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
         table=table.to(device),
         grouped=bool((table.tasks[:, 5] & both != both).any()),
         some_unseen=len(table.unseen) > 0,
-        parts_of_tiles=torch.bincount(one_head.long() - first_part_tile).int().to(device),
+        parts_of_tiles=parts_of_tiles,
         first_part_tile=first_part_tile,
     )
 

@@ -281,7 +281,8 @@ def row_bounds(intervals: Intervals, unused: Tensor) -> RowBounds:
         return RowBounds(False, intervals.start, intervals.end, (0, 0))
     copies = _bounds_on_device.setdefault(intervals, {})
     if device not in copies:
-        copies[device] = (intervals.start.to(device), intervals.end.to(device))
+        start, end = gpu.copied(device, intervals.start, intervals.end)
+        copies[device] = (start, end)
     keep(copies[device])
     return RowBounds(False, *copies[device], (0, 0))
 
