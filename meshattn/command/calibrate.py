@@ -105,12 +105,14 @@ def calibrate_command(args: argparse.Namespace) -> str:
             transport=args.transport,
             kernel=args.kernel,
         )
-        first = dist.get_rank() == 0
-        if first:
-            args.out.write_text(topology.text())
-        dist.barrier()
-    finally:
+    except ValueError:  # that of all ranks; after one of this rank alone NCCL would wait here for the others
         dist.destroy_process_group()
+        raise
+    first = dist.get_rank() == 0
+    if first:
+        args.out.write_text(topology.text())
+    dist.barrier()
+    dist.destroy_process_group()
     if not first:
         return ""
     inside, between = topology.inside, topology.between

@@ -112,9 +112,12 @@ def calibrate(
         if per_node < 1 or mesh.size % per_node:
             raise ValueError(f"{per_node} ranks a node do not divide the {mesh.size} ranks")
         _check_sizes(mesh, sizes, device, get_kernel(chosen))
-        return _measure(mesh, sizes, device, name, per_node, get_kernel(chosen))
-    finally:
+        topology = _measure(mesh, sizes, device, name, per_node, get_kernel(chosen))
+    except ValueError:  # that of all ranks; after another one they may not come to close
         mesh.close()
+        raise
+    mesh.close()
+    return topology
 
 
 def _check_sizes(mesh: AttentionMesh, sizes: Sizes, device: torch.device, kernel: AttentionKernel) -> None:

@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import options
 import ranks
@@ -129,6 +132,27 @@ def test_a_problem_of_one_rank_names_it_and_other_files_are_found() -> None:
     assert "rank 1 has 5 bytes, rank 0 has 6 bytes" in str(
         ranks.explain([(None, "6 bytes"), (None, "5 bytes")])
     )
+
+
+@pytest.mark.parametrize(
+    "error, left", [(SystemExit(2), 1), (None, 1), (RuntimeError("of one rank"), 0)], ids=str
+)
+def test_only_ranks_that_agree_wait_for_each_other_at_the_end(
+    error: BaseException | None, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL would keep the error of one rank back until the others have come."""
+    destroy, calls = dist.destroy_process_group, []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(destroy()))
+    expected = nullcontext() if error is None else pytest.raises(type(error))
+    try:
+        with expected, ranks.joined(torch.device("cpu"), "", 60):
+            if error is not None:
+                raise error
+        assert len(calls) == left
+    finally:
+        if dist.is_initialized():
+            destroy()
 
 
 TELL_THREADS = """
