@@ -118,7 +118,7 @@ def forward(
         "CONSUMERS": tiling.consumers, "KV_TILE": KV_TILE, "D_TILE": d_tile, "DV_TILE": dv_tile,
         "HEAD_DIM_V": head_dim_v, "STAGES": tiling.stages, "CARRY_PROBS": tiling.carry_probs,
         "TOGETHER": tiling.together, "MASK": mask, "FIRST": first, "PARTS": parts,
-        "STAGED": staged, "OUT_BY_TMA": finished and plans.sends_out(tiling, d_tile, head_dim_v),
+        "STAGED": staged, "OUT_BY_TMA": finished and plans.sends_out(tiling, d_tile, dv_tile),
     }  # fmt: skip
     name = f"forward {dtype} D{head_dim} D_v{head_dim_v} {MASKS[mask]} {'first' if first else 'merge'}"
     name += " parts" * parts + " finished" * finished

@@ -412,14 +412,8 @@ def test_tasks_in_pieces(head_dim: int, keys: int) -> None:
     assert_close("lse", twice.lse, oracle.lse + math.log(2), eager.lse + math.log(2))
 
 
-@pytest.mark.parametrize("schedule", [None, "split_shift"])
-@pytest.mark.parametrize("heads", [(4, 4), (8, 1)], ids=lambda h: f"H{h[0]}-H_kv{h[1]}")
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("rule", [full, causal, random_arrays], ids=["full", "causal", "random"])
-def test_results_written_at_once_are_those_of_accumulators(
-    head_dim: int, heads: tuple[int, int], rule: Rule, schedule: str | None
-) -> None:
-    shape = Shape(B=2, S=500, H=heads[0], H_kv=heads[1], D=head_dim, S_k=450)
+def check_at_once(shape: Shape, rule: Rule, schedule: str | None = None) -> None:
+    """Results that a kernel writes itself are those of its accumulators, bit for bit."""
     inputs = on_gpu(shape)
     blocks: list[Block] = [(slice(None), rule(shape))]
     kernel = hopper(schedule=schedule)
@@ -429,6 +423,27 @@ def test_results_written_at_once_are_those_of_accumulators(
         actual = Run(kernel, 0.1, at_once=(kind,))(inputs, blocks)
         for name in names:
             assert torch.equal(getattr(actual, name), getattr(expected, name)), f"{kind}: {name}"
+
+
+@pytest.mark.parametrize("schedule", [None, "split_shift"])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1)], ids=lambda h: f"H{h[0]}-H_kv{h[1]}")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rule", [full, causal, random_arrays], ids=["full", "causal", "random"])
+def test_results_written_at_once_are_those_of_accumulators(
+    head_dim: int, heads: tuple[int, int], rule: Rule, schedule: str | None
+) -> None:
+    shape = Shape(B=2, S=500, H=heads[0], H_kv=heads[1], D=head_dim, S_k=450)
+    check_at_once(shape, rule, schedule)
+
+
+@pytest.mark.parametrize("rule", [causal, random_arrays], ids=["causal", "random"])
+@pytest.mark.parametrize(
+    "sizes", [(48, 48), (80, 80), (112, 64), (64, 96)], ids=lambda s: f"D{s[0]}-D_v{s[1]}"
+)
+def test_results_of_head_sizes_that_do_not_fill_a_tile_are_written_at_once(
+    sizes: tuple[int, int], rule: Rule
+) -> None:
+    check_at_once(Shape(B=2, S=500, H=6, H_kv=3, D=sizes[0], D_v=sizes[1], S_k=450), rule)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

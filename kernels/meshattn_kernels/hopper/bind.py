@@ -65,7 +65,7 @@ def bind_forward(
     n_q, n_k, mask, tiling = intervals.n_q, intervals.n_k, plan.mask, plan.tiling
     d_tile, dv_tile = head_tile(call.head_dim), head_tile(call.head_dim_v)
     earlier = (out, n_q, CONSUMER_ROWS, dv_tile) if plan.staged else (k, n_k, KV_TILE, d_tile)  # unused
-    by_tma = out.dtype == q.dtype and sends_out(tiling, d_tile, call.head_dim_v)
+    by_tma = out.dtype == q.dtype and sends_out(tiling, d_tile, dv_tile)
     out_tiles = tiles_of(out, call.rows_q, CONSUMER_ROWS, dv_tile)
     launch = _forward.bind(
         call.device,

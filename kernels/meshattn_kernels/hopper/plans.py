@@ -70,15 +70,15 @@ def has_room_for_out(tiling: ForwardTiling, d_tile: int, dv_tile: int, element: 
     return tiles + element * tiling.block * dv_tile + BARRIER_BYTES <= SHARED_BYTES
 
 
-def sends_out(tiling: ForwardTiling, d_tile: int, head_dim_v: int) -> bool:
-    """Whether a finished out goes to memory by TMA. Sizes that do not fill their tile have not been tried."""
-    return head_dim_v == head_tile(head_dim_v) and has_room_for_out(tiling, d_tile, head_dim_v, element=2)
+def sends_out(tiling: ForwardTiling, d_tile: int, dv_tile: int) -> bool:
+    """Whether a finished out goes to memory by TMA, which leaves out what is beyond its rows and columns."""
+    return has_room_for_out(tiling, d_tile, dv_tile, element=2)
 
 
 def sends_dkv(head_dim: int, head_dim_v: int, mask: int, *, grouped: bool, parts: bool) -> bool:
-    """Whether finished dk, dv go to memory by TMA. Head size 64 leaves no room for them in shared memory, a
-    band with groups and parts no registers; sizes that do not fill their tiles have not been tried."""
-    return head_dim == head_dim_v == 128 and not (mask == BAND and grouped and parts)
+    """Whether finished dk, dv go to memory by TMA. Head sizes up to 64 leave no room for them in shared
+    memory, a band with groups and parts no registers."""
+    return head_tile(max(head_dim, head_dim_v)) == 128 and not (mask == BAND and grouped and parts)
 
 
 @dataclass(frozen=True)
