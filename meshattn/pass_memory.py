@@ -83,7 +83,7 @@ class Accumulators:
         self._device = call.device
         self._plus: Views | None = None  # what is added at the end
         self._written: set[int] = set()
-        self._parts_first = False  # for all parts of the block that is cut
+        self._parts_first = False  # for the other parts of the block that is cut
 
     @cached_property
     def _results(self) -> Views:
@@ -109,12 +109,16 @@ class Accumulators:
         """True for the first block of a row or column: it writes its accumulator without reading it."""
         if block.parts == 1:
             return self._is_new(index)
-        if block.part == 0:
-            self._parts_first = self._is_new(index)
-            if self._parts_first and not self._line.lonely:  # something between the parts adds to all of it
-                clear_accumulator(self.views[slot])
-                self._parts_first = False
-        return self._parts_first
+        if block.part:
+            return self._parts_first
+        first = self._is_new(index)
+        self._parts_first = first and self._line.lonely
+        if first and not self._line.lonely:  # something between the parts adds to all of it
+            places, views = self._line.later.items(), self.views[slot]
+            clear_accumulator(
+                {name: views[name].tensor_split((head,), dim)[1] for name, (dim, head) in places}
+            )
+        return first
 
     def _is_new(self, index: int) -> bool:
         if index in self._written:

@@ -21,7 +21,7 @@ from meshattn.recording import Recorder
 from meshattn.transport.base import Message, Transport
 from meshattn_kernels import AttentionKernel, Intervals
 from meshattn_kernels.contract import ACCUMULATOR_KINDS, AccumulatorKind, ChunkSizes, Shapes, rows_first
-from meshattn_kernels.sharing import of_part
+from meshattn_kernels.sharing import heads_of, of_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +163,7 @@ class Line:
     results: Packing | None  # what they become; None if the kernel writes that itself
     last: int | None  # the transfer whose partial is added when the line is finished
     lonely: bool  # nothing but parts of the own block is added to the own line until they are done
+    later: Mapping[str, tuple[int, int]]  # dim of the heads, and the first that part 0 of it leaves to others
 
 
 @dataclass(frozen=True)
@@ -227,24 +228,40 @@ class Call:
             results=results,
             last=None if kind == "out" else program.last_merges.get(kind),
             lonely=tile.size("col" if by_row else "row") == 1 and axis not in program.schedule.direct,
+            later=self._later_heads(kind, max(block.parts for block in program.schedule.blocks)),
         )
 
-    def _packings(self, kind: AccumulatorKind) -> tuple[Packing, Packing, Packing | None]:
-        """How accumulators of a kind lie and travel, and their results."""
-        sizes: ChunkSizes = {
+    def _later_heads(self, kind: AccumulatorKind, parts: int) -> Mapping[str, tuple[int, int]]:
+        kv_heads = len(heads_of(self.kv_heads, (0, parts)))
+        sizes = self._sizes(kind, kv_heads * self.heads // self.kv_heads, kv_heads)
+        of_part_0 = self.kernel.accumulator_shapes(kind, **sizes)
+        whole = self.kernel.accumulator_shapes(kind, **self._sizes(kind, self.heads, self.kv_heads))
+        return {
+            name: (dim, size)
+            for name, shape in of_part_0.items()
+            for dim, size in enumerate(shape)
+            if size != whole[name][dim]
+        }
+
+    def _sizes(self, kind: AccumulatorKind, heads: int, kv_heads: int) -> ChunkSizes:
+        return {
             "batch": self.batch,
             "rows": self.key_rows if kind == "dkv" else self.rows,
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
+            "heads": heads,
+            "kv_heads": kv_heads,
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
         }
+
+    def _packings(self, kind: AccumulatorKind) -> tuple[Packing, Packing, Packing | None]:
+        """How accumulators of a kind lie and travel, and their results."""
 
         def packed(shapes: Shapes, dtype: torch.dtype) -> Packing:
             # lse always moves in full: rounding it would scale whole rows.
             types = {name: self.accumulator_dtype if name == "lse" else dtype for name in shapes}
             return Packing(tuple(Field(name, shape, types[name]) for name, shape in shapes.items()))
 
+        sizes = self._sizes(kind, self.heads, self.kv_heads)
         shapes = self.kernel.accumulator_shapes(kind, **sizes)
         # On a tile of one rank one block is all that is ever added.
         alone = self.forward.schedule.tile.ranks == 1 and kind in self.kernel.writes_finished
