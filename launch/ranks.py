@@ -42,7 +42,7 @@ def choose_device(choice: str, local_rank: int, local_ranks: int) -> tuple[torch
 def joined(device: torch.device, why: str, timeout: float) -> Iterator[Place]:
     """Join the process group of torchrun, or one of this process alone, and leave it at the end.
 
-    After an error it is left only where all ranks agreed to stop. To leave, NCCL waits for the others, which
+    After an error on GPUs it is left only where all ranks agreed to stop: NCCL waits for the others, which
     may never come, and meanwhile nobody could read the error.
     """
     # The optimizer needs it. Imported while there is a group, it would hold it to the end of the process, and
@@ -61,8 +61,9 @@ def joined(device: torch.device, why: str, timeout: float) -> Iterator[Place]:
         dist.init_process_group(backend, store=one, rank=0, world_size=1, timeout=wait)
     try:
         yield Place(dist.get_rank(), dist.get_world_size(), device, why)
-    except SystemExit:
-        dist.destroy_process_group()
+    except BaseException as error:
+        if device.type == "cpu" or isinstance(error, SystemExit):
+            dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 

@@ -154,6 +154,17 @@ def test_wrong_arguments_end_with_code_2(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["calibrate --out", "plan --ranks 6 --topology dgx-h200 --trace"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(SystemExit) as error:
+        main([*command.split(), str(tmp_path / "x.json")])
+    assert error.value.code == 2
+    assert "x.json: no permission to write here" in capsys.readouterr().err
+
+
 def test_module_is_the_command() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "meshattn", "assignment", "--ranks", "2", "--tile", "1x2"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 
 from meshattn.plan.cost import HEAD_DIM_STEP
@@ -47,6 +48,8 @@ def check_folder(name: str, path: Path | None) -> None:
         raise ValueError(f"--{name} {path}: there is no folder {path.parent}")
     if path is not None and path.is_dir():
         raise ValueError(f"--{name} {path}: this is a folder, but must be a file")
+    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--{name} {path}: no permission to write here")
 
 
 def add_window(parser: argparse.ArgumentParser) -> None:

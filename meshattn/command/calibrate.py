@@ -105,13 +105,16 @@ def calibrate_command(args: argparse.Namespace) -> str:
             transport=args.transport,
             kernel=args.kernel,
         )
-    except ValueError:  # that of all ranks; after one of this rank alone NCCL would wait here for the others
-        dist.destroy_process_group()
+        first = dist.get_rank() == 0
+        if first:
+            args.out.write_text(topology.text())
+        dist.barrier()
+    except BaseException:
+        if (
+            device.type == "cpu"
+        ):  # NCCL would wait for ranks that may not come, and nobody could read the error
+            dist.destroy_process_group()
         raise
-    first = dist.get_rank() == 0
-    if first:
-        args.out.write_text(topology.text())
-    dist.barrier()
     dist.destroy_process_group()
     if not first:
         return ""
