@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -28,30 +28,42 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def copied(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """Tensors of the host on a device, for the current stream, there when this returns.
+    """Tensors on a device: those of the host as copies, in the order of the current stream.
 
-    They go by a stream of their own: an ordinary copy waits for all that the current stream has still to do,
-    and a host that waits prepares nothing. Raises RuntimeError inside the capture of a CUDA graph.
+    The host goes on at once. An ordinary copy waits for all that the stream has still to do, and a host that
+    waits prepares nothing. Raises RuntimeError where a CUDA graph would hold a copy.
     """
-    if device.type != "cuda" or any(tensor.is_cuda for tensor in tensors):
+    if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a CUDA graph is being captured, and the tables of this mask are not on the GPU yet: call"
-            " attention once with the same sequence, mask and sizes before the capture, forward and backward"
-        )
-    courier = _courier(device)
-    with torch.cuda.stream(courier):
-        copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
-    courier.synchronize()
-    for copy in copies:
-        copy.record_stream(torch.cuda.current_stream(device))  # its memory belongs to the courier
-    return copies
+    with on_device(device):
+        if torch.cuda.is_current_stream_capturing() and not all(tensor.is_cuda for tensor in tensors):
+            raise RuntimeError(
+                "a CUDA graph is being captured, and the tables of this mask are not on the GPU yet: call"
+                " attention once with the same sequence, mask and sizes before the capture, forward and"
+                " backward"
+            )
+        pinned = [tensor if tensor.is_cuda else tensor.pin_memory() for tensor in tensors]
+        return [tensor.to(device, non_blocking=True) for tensor in pinned]
 
 
-@lru_cache
-def _courier(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+class Ready:
+    """The point in the current stream of a GPU from which on there is what it has been given to make."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, _current_stream(device)
+        event: Any = torch.cuda.Event
+        self._event = event()
+        with on_device(device):
+            self._event.record()
+
+    def wait(self) -> None:
+        """What is launched from now on comes after it, on another stream too."""
+        if _current_stream(self._device) != self._stream:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+def _current_stream(device: torch.device) -> int:
+    return int(_cuda._cuda_getCurrentRawStream(device.index))
 
 
 def on_host(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:

@@ -272,3 +272,34 @@ def test_a_mask_that_is_new_does_not_wait_for_the_gpu(kernel: str | None) -> Non
             call(103)
 
     run_ranks(1, on_rank)
+
+
+@pytest.mark.parametrize("kernel", [None, "triton", "triton-dash"])
+def test_tables_that_one_stream_makes_serve_another(kernel: str | None) -> None:
+    """The other stream has nothing to do, and would read them before they are there."""
+
+    def on_rank(group: Any) -> None:
+        mesh = ma.init_attention_mesh(group)
+        inputs, do = leaves(SEQ_LEN)
+        others = [x.detach().clone().requires_grad_() for x in inputs]
+        elsewhere: Any = torch.cuda.Stream()
+
+        def call(border: int) -> Callable[[Any], list[Tensor]]:
+            seq = mesh.sequence(SEQ_LEN, cu_seqlens=[0, border, 301, SEQ_LEN])
+            return lambda given: results(
+                lambda q, k, v: ma.mesh_attention(q, k, v, seq, causal=True, kernel=kernel),  # type: ignore[arg-type, return-value]
+                given,
+                do,
+            )
+
+        call(99)(inputs)
+        call_here = call(101)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(LONG)
+        here = call_here(inputs)
+        with torch.cuda.stream(elsewhere):
+            there = call_here(others)
+        torch.cuda.synchronize()
+        assert_equal(there, here)
+
+    run_ranks(1, on_rank)

@@ -95,16 +95,11 @@ class ScheduleTable:
         return len(self.steps) - STEP_PADDING
 
     def to(self, device: torch.device | str) -> ScheduleTable:
-        """The same table on a device: one copy a device, kept with the table."""
-        return _on_device(self, torch.device(device))
-
-
-@lru_cache(maxsize=256)
-def _on_device(table: ScheduleTable, device: torch.device) -> ScheduleTable:
-    worker_start, tasks, steps, turns, unseen = copied(
-        device, table.worker_start, table.tasks, table.steps, table.turns, table.unseen
-    )
-    return replace(table, worker_start=worker_start, tasks=tasks, steps=steps, turns=turns, unseen=unseen)
+        """The same table on a device, in the order of its current stream."""
+        worker_start, tasks, steps, turns, unseen = copied(
+            torch.device(device), self.worker_start, self.tasks, self.steps, self.turns, self.unseen
+        )
+        return replace(self, worker_start=worker_start, tasks=tasks, steps=steps, turns=turns, unseen=unseen)
 
 
 @on_host

@@ -135,8 +135,8 @@ class HopperKernel:
                 return clear_accumulator(acc) if first else None
             known = _forwards.put(key, (plan, Kept()))
         plan, launches = known
-        keep(plan)
         with on_device(q.device):
+            keep(plan, plan.ready)
             scratch = torch.empty(plan.scratch_size, dtype=torch.float32, device=q.device)
             launch = launches.get(scratch.data_ptr())
             if launch is None:
@@ -188,8 +188,8 @@ class HopperKernel:
                 return None
             known = _backwards.put(key, (plan, Kept()))
         plan, launches = known
-        keep(plan)
         with on_device(q.device):
+            keep(plan, plan.ready)
             scratch = torch.empty(plan.scratch_size, dtype=torch.float32, device=q.device)
             if first_dq and (plan.some_unseen or not self.deterministic):
                 heads = plan.call.query_heads

@@ -43,6 +43,7 @@ from meshattn_kernels.portable.launch import (
     readable,
     row_bounds,
     strides,
+    table_on,
     tiles_for,
 )
 from meshattn_kernels.portable.variants import Launcher
@@ -284,14 +285,14 @@ class TritonDashKernel(_Portable):
         batch, rows, heads, head_dim = q.shape
         _, keys, kv_heads, _ = block.v.shape
         tiles = tiles_for("dash", q, block.v, block.scores.dropout)
-        table = self._table(q, block.k, block.intervals, tiles).to(q.device)
-        keep(table)
+        table, ready = table_on(q.device, self._table(q, block.k, block.intervals, tiles))
         counters = torch.zeros(
             batch * (heads * table.query_tiles + kv_heads * table.kv_tiles),
             dtype=torch.int32,
             device=q.device,
         )
         with on_device(q.device):
+            keep(table, ready)
             if first_dq and not self.deterministic:
                 dq.zero_()
             elif first_dq and len(table.unseen):

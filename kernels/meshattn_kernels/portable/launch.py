@@ -11,7 +11,7 @@ import math
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 
 from meshattn_kernels import device as gpu
+from meshattn_kernels.dash import ScheduleTable
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
 from meshattn_kernels.keeping import keep
 from meshattn_kernels.rules import MAX_HEAD_DIM, Capability
@@ -256,9 +257,8 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.stride(1) < _MAX_STRIDE else x.contiguous()
 
 
-_bounds_on_device: WeakKeyDictionary[ArrayIntervals, dict[torch.device, tuple[Tensor, Tensor]]] = (
-    WeakKeyDictionary()
-)
+_Bounds = tuple[list[Tensor], gpu.Ready | None]
+_bounds_on_device: WeakKeyDictionary[ArrayIntervals, dict[torch.device, _Bounds]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -281,10 +281,22 @@ def row_bounds(intervals: Intervals, unused: Tensor) -> RowBounds:
         return RowBounds(False, intervals.start, intervals.end, (0, 0))
     copies = _bounds_on_device.setdefault(intervals, {})
     if device not in copies:
-        start, end = gpu.copied(device, intervals.start, intervals.end)
-        copies[device] = (start, end)
-    keep(copies[device])
-    return RowBounds(False, *copies[device], (0, 0))
+        copies[device] = gpu.copied(device, intervals.start, intervals.end), _ready(device)
+    bounds, ready = copies[device]
+    with on_device(device):
+        keep(bounds, ready)
+    start, end = bounds
+    return RowBounds(False, start, end, (0, 0))
+
+
+@lru_cache(maxsize=256)
+def table_on(device: torch.device, table: ScheduleTable) -> tuple[ScheduleTable, gpu.Ready | None]:
+    """A schedule on a device, and when it is there."""
+    return table.to(device), _ready(device)
+
+
+def _ready(device: torch.device) -> gpu.Ready | None:
+    return gpu.Ready(device) if device.type == "cuda" else None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
