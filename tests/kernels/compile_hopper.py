@@ -209,6 +209,7 @@ def covering_set() -> Iterator[Variant]:
     yield forward(64, ARRAY, first=True)
     yield forward(64, FULL, first=False, dtype="fp16")
     yield forward(96, ARRAY, first=False, head_dim_v=64)
+    yield forward(80, BAND, first=True, finished=True)
     yield forward(128, FULL, first=True, parts=True, finished=True)
     yield forward(64, BAND, first=False, parts=True)
     yield backward(128, FULL)
@@ -219,6 +220,7 @@ def covering_set() -> Iterator[Variant]:
     yield backward(64, BAND)
     yield backward(64, ARRAY, first_dq=False, parts=True)
     yield backward(80, BAND, ordered=False, dtype="fp16")
+    yield backward(96, ARRAY, grouped=True, parts=True, finished=True)
     yield backward(112, FULL, first_dkv=False, grouped=True)
 
 
