@@ -62,6 +62,11 @@ class Ready:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
+def ready_on(device: torch.device) -> Ready | None:
+    """The point up to now; None where everything is done at once."""
+    return Ready(device) if device.type == "cuda" else None
+
+
 def _current_stream(device: torch.device) -> int:
     return int(_cuda._cuda_getCurrentRawStream(device.index))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshattn_kernels.dash import LOAD, STORE, ScheduleTable, choose_schedule, named_schedule
 from meshattn_kernels.dash.choice import LEAST_GAIN, NOMINAL_WORKERS
 from meshattn_kernels.dash.placement import NO_DELAY, Delay, place
-from meshattn_kernels.device import Ready, copied
+from meshattn_kernels.device import Ready, copied, ready_on
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
 from meshattn_kernels.sharing import heads_of
 from meshattn_kernels.tile_ranges import visible_ranges
@@ -150,7 +150,7 @@ class ForwardPlan:
     joins: Tensor
     """The blocks that are put together from parts: see ``join.join_parts_kernel``."""
     num_parts: int
-    ready: Ready
+    ready: Ready | None
     """When the tables are there."""
 
     @property
@@ -187,7 +187,7 @@ class BackwardPlan:
     """int32 on the device, from the first key/value tile that several tasks share: how many, 0 where a tile
     has one task alone."""
     first_part_tile: int
-    ready: Ready
+    ready: Ready | None
 
     @property
     def parts(self) -> bool:
@@ -294,7 +294,7 @@ def _make_forward(intervals: Intervals, call: Call) -> ForwardPlan:
         tasks=task_rows.reshape(-1, 8),
         joins=join_rows.reshape(-1, 8),
         num_parts=sum(join[4] for join in joins),
-        ready=Ready(device),
+        ready=ready_on(device),
     )
 
 
@@ -413,7 +413,7 @@ def _make_backward(intervals: Intervals, call: Call) -> BackwardPlan:
         some_unseen=len(table.unseen) > 0,
         parts_of_tiles=parts_of_tiles,
         first_part_tile=first_part_tile,
-        ready=Ready(device),
+        ready=ready_on(device),
     )
 
 

@@ -281,7 +281,7 @@ def row_bounds(intervals: Intervals, unused: Tensor) -> RowBounds:
         return RowBounds(False, intervals.start, intervals.end, (0, 0))
     copies = _bounds_on_device.setdefault(intervals, {})
     if device not in copies:
-        copies[device] = gpu.copied(device, intervals.start, intervals.end), _ready(device)
+        copies[device] = gpu.copied(device, intervals.start, intervals.end), gpu.ready_on(device)
     bounds, ready = copies[device]
     with on_device(device):
         keep(bounds, ready)
@@ -292,11 +292,7 @@ def row_bounds(intervals: Intervals, unused: Tensor) -> RowBounds:
 @lru_cache(maxsize=256)
 def table_on(device: torch.device, table: ScheduleTable) -> tuple[ScheduleTable, gpu.Ready | None]:
     """A schedule on a device, and when it is there."""
-    return table.to(device), _ready(device)
-
-
-def _ready(device: torch.device) -> gpu.Ready | None:
-    return gpu.Ready(device) if device.type == "cuda" else None
+    return table.to(device), gpu.ready_on(device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
