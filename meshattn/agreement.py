@@ -13,6 +13,7 @@ Nothing here uses the data channel.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ from meshattn.trouble import Trouble
 _REMEMBERED = 4096  # places of the pattern whose call is remembered; all ranks forget alike
 _LONGEST_RUN = 128  # calls of one kind in a row that are told apart: the layers of a model
 _STORE_GRACE = 5.0  # seconds, beyond the timeout, after which the store itself is given up
+_QUIET = 20.0  # seconds of waiting for other ranks, after which it is said whom for
+_log = logging.getLogger("meshattn")
 
 
 _Answer = tuple[dict[str, str], tuple[str, str] | None]  # statement; type and text of an error
@@ -205,9 +208,11 @@ class Agreement:
         mine = json.dumps([self._statement, trouble.words])
         absent = ""
         try:
-            answers = within(self._timeout + _STORE_GRACE, lambda: self._exchange(number, mine, not trouble))
+            answers = within(
+                self._timeout + _STORE_GRACE, lambda: self._exchange(number, mine, not trouble, expected)
+            )
             if answers is None and not trouble:
-                absent = within(_STORE_GRACE, lambda: self._absent(number, expected))
+                absent = within(_STORE_GRACE, lambda: self._absent(number, expected, self._timeout)[1])
         except (TimeoutError, RuntimeError) as failure:
             if trouble:
                 trouble.let_out(failure)
@@ -239,7 +244,7 @@ class Agreement:
         number, self._round = self._round, self._round + 1
         mine = json.dumps([{name: " ".join(map(str, numbers)) for name, numbers in lists.items()}, None])
         try:
-            answers = within(self._timeout + _STORE_GRACE, lambda: self._exchange(number, mine, True))
+            answers = within(self._timeout + _STORE_GRACE, lambda: self._exchange(number, mine, True, None))
         except (TimeoutError, RuntimeError):
             return statements
         if answers is None:
@@ -254,24 +259,44 @@ class Agreement:
                 told[rank][place] = value
         return told
 
-    def _exchange(self, number: int, mine: str, wait: bool) -> dict[int, _Answer] | None:
+    def _exchange(
+        self, number: int, mine: str, wait: bool, expected: _Signature | None
+    ) -> dict[int, _Answer] | None:
         """Tell what this rank does and, with `wait`, read what all do; None if some do not come in time."""
         self._store.set(self._key(number, self._rank), mine)
         if not wait:
             return None
         keys = [self._key(number, rank) for rank in self._ranks]
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout))
-        except RuntimeError:
-            return None
+        quiet = min(_QUIET, self._timeout)
+        if not self._come(keys, quiet):
+            if quiet == self._timeout:
+                return None
+            self._say_who_is_missed(number, expected, quiet)
+            if not self._come(keys, self._timeout - quiet):
+                return None
         answers = dict(zip(self._ranks, map(json.loads, self._store.multi_get(keys)), strict=True))
         # Everybody has now read round number - 1: this rank's entry in it is not needed any more.
         if number > 0:
             self._store.delete_key(self._key(number - 1, self._rank))
         return answers
 
-    def _absent(self, number: int, expected: _Signature | None) -> str:
+    def _come(self, keys: list[str], seconds: float) -> bool:
+        """Whether all ranks tell what they do within so many seconds."""
+        try:
+            self._store.wait(keys, timedelta(seconds=seconds))
+        except RuntimeError:
+            return False
+        return True
+
+    def _say_who_is_missed(self, number: int, expected: _Signature | None, seconds: float) -> None:
+        """Long before the timeout, by one rank of those that wait."""
+        present, text = self._absent(number, expected, seconds)
+        if self._rank == present[0] and len(present) < len(self._ranks):
+            _log.warning("rank %d waits for up to %g s more. %s", self._rank, self._timeout - seconds, text)
+
+    def _absent(self, number: int, expected: _Signature | None, seconds: float) -> tuple[list[int], str]:
+        """Who has come, and what is to be said of the others after so many seconds."""
         present = self._present(number)
         absent = [rank for rank in self._ranks if rank not in present]
         usual = None if expected is None else (expected[0], dict(expected[1:]))
-        return absence(self._call, self._words, usual, present, absent, self._timeout)
+        return present, absence(self._call, self._words, usual, present, absent, seconds)

@@ -62,15 +62,16 @@ def absence(
         told = ", ".join(f"{name} is {value}" for name, value in here.items())
         return f"{text}they go on with other arguments than here: {told}. {RULE}"
     action, before = usual
+    left = f"{text}{named(present)} left the pattern of calls, in which {action} was next"
+    if action != call.partition(",")[0]:
+        caught = " (which an error that is caught may leave out)" if action == "backward" else ""
+        return f"{left}{caught}. {RULE}"
     changes = [
         f"{name} is {value} here and was {before.get(name, 'absent')}"
         for name, value in here.items()
         if value != before.get(name)
     ]
-    return (
-        f"{text}{named(present)} left the pattern of calls, after which {action} was next: "
-        f"{'; '.join(changes) or 'another call'}. {RULE}"
-    )
+    return f"{left}: {'; '.join(changes)}. {RULE}"
 
 
 def digest(numbers: Sequence[int]) -> str:

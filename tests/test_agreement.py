@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from threading import Thread
@@ -320,6 +322,51 @@ def test_who_evaluates_alone_reads_of_it(first: bool) -> None:
     assert "ranks 0, 2 did not come to it" in text and "none evaluates" in text
     assert ("they go on with other arguments than here" if first else "left the pattern of calls") in text
     assert "unknown" not in text
+
+
+@pytest.mark.timeout(40)
+def test_one_rank_says_soon_whom_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Long before the timeout, and though all come in the end."""
+    monkeypatch.setattr("meshattn.agreement._QUIET", 0.2)
+
+    together = threading.Barrier(RANKS)
+
+    def on_rank(group: Any) -> None:
+        mesh = ma.init_attention_mesh(group, timeout=30)
+        together.wait()
+        if mesh.rank == ODD:
+            time.sleep(1.0)
+        attend(mesh)
+
+    run_ranks(RANKS, on_rank, timeout=30)
+    (text,) = [record.getMessage() for record in caplog.records if "call 1" in record.getMessage()]
+    assert text.startswith("rank 0 waits for up to 29.8 s more")
+    assert "rank 1 did not come to it within 0.2 s" in text
+
+
+@pytest.mark.timeout(40)
+def test_a_backward_that_one_rank_leaves_out_is_told_briefly() -> None:
+    """As after an error that it has caught: the next call is of another kind, so no item of it was another
+    before."""
+
+    def on_rank(group: Any) -> str:
+        mesh = ma.init_attention_mesh(group, timeout=TIMEOUT["threads"])
+        for _ in range(3):
+            attend(mesh).sum().backward()
+        out = attend(mesh)
+        if mesh.rank != ODD:
+            with pytest.raises(RankMismatchError) as info:
+                out.sum().backward()
+            return str(info.value)
+        with pytest.raises(RankMismatchError) as info:
+            attend(mesh)
+        return str(info.value)
+
+    texts = run_ranks(RANKS, on_rank)
+    assert "in which backward was next (which an error that is caught may leave out)" in texts[ODD]
+    assert all("absent" not in text for text in texts)
 
 
 def test_the_first_number_that_differs_is_named() -> None:

@@ -110,9 +110,8 @@ def calibrate_command(args: argparse.Namespace) -> str:
             args.out.write_text(topology.text())
         dist.barrier()
     except BaseException:
-        if (
-            device.type == "cpu"
-        ):  # NCCL would wait for ranks that may not come, and nobody could read the error
+        # NCCL waits for the others, which may not come, and would hold the error back.
+        if device.type == "cpu":
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
