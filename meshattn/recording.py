@@ -13,7 +13,7 @@ import contextlib
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -93,6 +93,7 @@ class _Recording:
 @dataclass
 class _Known:
     runs: int = 0
+    tables: list[object] = field(default_factory=list)  # of the last run: what records it can make none
     recording: _Recording | None = None
 
 
@@ -132,11 +133,12 @@ class Recorder:
         known = self._entry(program, (work.memory(), *places, *[x.generation for x in transports]))
         if known.recording is None:
             known.runs += 1
-            if known.runs <= _EAGER_RUNS or not all(map(self._streams.is_known, moved)):
-                return execute()
-            if self._streams.free_bytes() < _ROOM:
-                return execute()
+            may_record = known.runs > _EAGER_RUNS and all(map(self._streams.is_known, moved))
+            if not may_record or self._streams.free_bytes() < _ROOM:
+                with keeping() as known.tables:
+                    return execute()
             known.recording = self._record(transports, execute)
+            known.tables = []
         recording = known.recording
         self._come_after_others()
         replays = [transport.replay(exchanges) for transport, exchanges in recording.exchanges]

@@ -15,6 +15,7 @@ from meshattn import calls
 from meshattn.testing import run_ranks
 from meshattn_kernels.hopper import kernel as hopper
 from meshattn_kernels.hopper import plans
+from meshattn_kernels.portable import kernel as portable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -133,6 +134,31 @@ def test_what_differs_from_call_to_call_is_not_recorded(monkeypatch: pytest.Monk
     _on_one_rank(check)
 
 
+def _forget_tables() -> None:
+    """As caches do where calls are of very many kinds."""
+    plans._of_bands._last.clear()
+    portable._placed._last.clear()
+    for kept in (hopper._forwards, hopper._backwards):
+        kept._known.clear()
+    gc.collect()
+
+
+@pytest.mark.parametrize("kernel", ["hopper", "triton-dash"])
+def test_what_caches_forgot_is_recorded(kernel: str) -> None:
+    """A capture can make no tables; those of the run before are kept for it."""
+    name = _kernel(kernel)
+
+    def check(mesh: ma.AttentionMesh, plain_mesh: ma.AttentionMesh) -> None:
+        layer = _Layer(mesh, name)
+        want = layer.run(7)
+        for _ in range(ROUNDS):
+            _forget_tables()
+            assert _equal(layer.run(7), want)
+        assert layer.recordings > 0
+
+    _on_one_rank(check)
+
+
 @pytest.mark.parametrize("whose", ["mesh", "user"])
 def test_tables_outlive_the_caches_they_came_from(whose: str) -> None:
     """A graph reads them at every launch."""
@@ -156,11 +182,7 @@ def test_tables_outlive_the_caches_they_came_from(whose: str) -> None:
                     assert isinstance(out, Tensor)
                     captured = [out.detach(), *torch.autograd.grad(out, (q, k, v), plain.tensors[3])]
             torch.cuda.synchronize()
-        for cache in (plans._forward_of_band, plans._backward_of_band):
-            cache.cache_clear()
-        for kept in (hopper._forwards, hopper._backwards):
-            kept._known.clear()
-        gc.collect()
+        _forget_tables()
         torch.cuda.synchronize()
         poison = [torch.full((size,), 2**30, dtype=torch.int32, device="cuda") for size in range(1, 4000, 7)]
         if whose == "user":

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import count, pairwise
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from meshattn_kernels.dash.choice import LEAST_GAIN, NOMINAL_WORKERS
 from meshattn_kernels.dash.placement import NO_DELAY, Delay, place
 from meshattn_kernels.device import Ready, copied, ready_on
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
+from meshattn_kernels.keeping import Tables
 from meshattn_kernels.sharing import heads_of
 from meshattn_kernels.tile_ranges import visible_ranges
 
@@ -221,6 +222,7 @@ class BackwardPlan:
 
 
 Plan = TypeVar("Plan", ForwardPlan, BackwardPlan)
+_of_bands: Tables[Any] = Tables(2048)
 _of_arrays: WeakKeyDictionary[ArrayIntervals, dict[Any, Any]] = WeakKeyDictionary()
 _numbers = count()
 
@@ -233,33 +235,23 @@ def number_of(arrays: ArrayIntervals) -> int:
 
 def forward_plan(intervals: Intervals, call: Call) -> ForwardPlan:
     """Kept by value for bands, as long as the intervals live for arrays."""
-    if isinstance(intervals, BandIntervals):
-        return _forward_of_band(intervals, call)
     return _of(_make_forward, intervals, call)
 
 
 def backward_plan(intervals: Intervals, call: Call) -> BackwardPlan:
     """Kept as those of the forward."""
-    if isinstance(intervals, BandIntervals):
-        return _backward_of_band(intervals, call)
     return _of(_make_backward, intervals, call)
 
 
-@lru_cache(maxsize=1024)
-def _forward_of_band(band: BandIntervals, call: Call) -> ForwardPlan:
-    return _make_forward(band, call)
-
-
-@lru_cache(maxsize=1024)
-def _backward_of_band(band: BandIntervals, call: Call) -> BackwardPlan:
-    return _make_backward(band, call)
-
-
-def _of(make: Callable[[Intervals, Call], Plan], arrays: ArrayIntervals, call: Call) -> Plan:
-    known = _of_arrays.setdefault(arrays, {})
+def _of(make: Callable[[Intervals, Call], Plan], intervals: Intervals, call: Call) -> Plan:
+    plan: Plan
+    if isinstance(intervals, BandIntervals):
+        plan = _of_bands.get((make, intervals, call), lambda: make(intervals, call))
+        return plan
+    known = _of_arrays.setdefault(intervals, {})
     if (make, call) not in known:
-        known[make, call] = make(arrays, call)
-    plan: Plan = known[make, call]
+        known[make, call] = make(intervals, call)
+    plan = known[make, call]
     return plan
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -25,10 +25,11 @@ from meshattn_kernels.contract import (
     written_finished,
 )
 from meshattn_kernels.dash import ScheduleTable, build_table, choose_schedule
+from meshattn_kernels.device import Ready, ready_on
 from meshattn_kernels.dispatch import check_call
 from meshattn_kernels.dropout import Dropout
 from meshattn_kernels.intervals import BandIntervals, Intervals
-from meshattn_kernels.keeping import keep
+from meshattn_kernels.keeping import Tables, keep
 from meshattn_kernels.portable.backward_dash import clear_rows_kernel, dash_kernel
 from meshattn_kernels.portable.backward_two_loop import dkdv_kernel, dq_kernel
 from meshattn_kernels.portable.flat import add_parts, row_terms, row_words, scale_into
@@ -43,7 +44,6 @@ from meshattn_kernels.portable.launch import (
     readable,
     row_bounds,
     strides,
-    table_on,
     tiles_for,
 )
 from meshattn_kernels.portable.variants import Launcher
@@ -261,6 +261,17 @@ class TritonKernel(_Portable):
         _two_loop_dq(block, dq, first_dq)
 
 
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """A schedule on a device, and when it is there."""
+
+    table: ScheduleTable
+    ready: Ready | None
+
+
+_placed: Tables[_Placed] = Tables(256)
+
+
 @dataclass(frozen=True)
 class TritonDashKernel(_Portable):
     """The backward of five products, whose sums follow a table.
@@ -285,14 +296,15 @@ class TritonDashKernel(_Portable):
         batch, rows, heads, head_dim = q.shape
         _, keys, kv_heads, _ = block.v.shape
         tiles = tiles_for("dash", q, block.v, block.scores.dropout)
-        table, ready = table_on(q.device, self._table(q, block.k, block.intervals, tiles))
+        placed = self._table(q, block.k, block.intervals, tiles)
+        table = placed.table
         counters = torch.zeros(
             batch * (heads * table.query_tiles + kv_heads * table.kv_tiles),
             dtype=torch.int32,
             device=q.device,
         )
         with on_device(q.device):
-            keep(table, ready)
+            keep(placed, placed.ready)
             if first_dq and not self.deterministic:
                 dq.zero_()
             elif first_dq and len(table.unseen):
@@ -314,18 +326,21 @@ class TritonDashKernel(_Portable):
                 warps=tiles.warps,
             )  # fmt: skip
 
-    def _table(self, q: Tensor, k: Tensor, intervals: Intervals, tiles: Tiling) -> ScheduleTable:
+    def _table(self, q: Tensor, k: Tensor, intervals: Intervals, tiles: Tiling) -> _Placed:
         batch, rows, heads, head_dim = q.shape
         keys, kv_heads = k.shape[1:3]
         workers = self.workers or num_workers(q.device)
         ranges = visible_ranges(intervals, rows, keys, tiles.q_tile, tiles.kv_tile)
-        if self.schedule is None:
-            return choose_schedule(
-                ranges, heads=batch * heads, kv_heads=batch * kv_heads, head_dim=head_dim, workers=workers
-            )
-        return build_table(
-            self.schedule, ranges, heads=batch * heads, kv_heads=batch * kv_heads, workers=workers
-        )
+        sizes: dict[str, Any] = {"heads": batch * heads, "kv_heads": batch * kv_heads, "workers": workers}
+
+        def make() -> _Placed:
+            if self.schedule is None:
+                table = choose_schedule(ranges, head_dim=head_dim, **sizes)
+            else:
+                table = build_table(self.schedule, ranges, **sizes)
+            return _Placed(table.to(q.device), ready_on(q.device))
+
+        return _placed.get((q.device, ranges, self.schedule, head_dim, *sizes.values()), make)
 
 
 def _two_loop_dkdv(block: _Block, dkv: Mapping[str, Tensor], first: bool) -> None:

@@ -11,7 +11,7 @@ import math
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,6 @@ import triton
 from torch import Tensor
 
 from meshattn_kernels import device as gpu
-from meshattn_kernels.dash import ScheduleTable
 from meshattn_kernels.intervals import ArrayIntervals, BandIntervals, Intervals
 from meshattn_kernels.keeping import keep
 from meshattn_kernels.rules import MAX_HEAD_DIM, Capability
@@ -287,12 +286,6 @@ def row_bounds(intervals: Intervals, unused: Tensor) -> RowBounds:
         keep(bounds, ready)
     start, end = bounds
     return RowBounds(False, start, end, (0, 0))
-
-
-@lru_cache(maxsize=256)
-def table_on(device: torch.device, table: ScheduleTable) -> tuple[ScheduleTable, gpu.Ready | None]:
-    """A schedule on a device, and when it is there."""
-    return table.to(device), gpu.ready_on(device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
