@@ -71,7 +71,7 @@ def absence(
         for name, value in here.items()
         if value != before.get(name)
     ]
-    return f"{left}: {'; '.join(changes)}. {RULE}"
+    return f"{left}: {'; '.join(changes) or 'another call'}. {RULE}"
 
 
 def digest(numbers: Sequence[int]) -> str:

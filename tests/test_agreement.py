@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 import meshattn as ma
 from distributed import Backend
 from meshattn.agreement import RankMismatchError
-from meshattn.disagreement import RULE
+from meshattn.disagreement import RULE, absence
 from meshattn.mesh import AttentionMesh
 from meshattn.testing import run_ranks
 from meshattn.transport.base import TransportError
@@ -367,6 +367,11 @@ def test_a_backward_that_one_rank_leaves_out_is_told_briefly() -> None:
     texts = run_ranks(RANKS, on_rank)
     assert "in which backward was next (which an error that is caught may leave out)" in texts[ODD]
     assert all("absent" not in text for text in texts)
+
+
+def test_a_call_that_only_leaves_something_out_is_another_call() -> None:
+    text = absence("attend, call 2", {"q": "alike"}, ("attend", {"q": "alike", "k": "other"}), [1], [0], 5)
+    assert "in which attend was next: another call." in text
 
 
 def test_the_first_number_that_differs_is_named() -> None:
