@@ -228,19 +228,20 @@ class Call:
             results=results,
             last=None if kind == "out" else program.last_merges.get(kind),
             lonely=tile.size("col" if by_row else "row") == 1 and axis not in program.schedule.direct,
-            later=self._later_heads(kind, max(block.parts for block in program.schedule.blocks)),
+            later=self._later_heads(kind, packing, max(block.parts for block in program.schedule.blocks)),
         )
 
-    def _later_heads(self, kind: AccumulatorKind, parts: int) -> Mapping[str, tuple[int, int]]:
+    def _later_heads(
+        self, kind: AccumulatorKind, whole: Packing, parts: int
+    ) -> Mapping[str, tuple[int, int]]:
         kv_heads = len(heads_of(self.kv_heads, (0, parts)))
         sizes = self._sizes(kind, kv_heads * self.heads // self.kv_heads, kv_heads)
         of_part_0 = self.kernel.accumulator_shapes(kind, **sizes)
-        whole = self.kernel.accumulator_shapes(kind, **self._sizes(kind, self.heads, self.kv_heads))
         return {
-            name: (dim, size)
-            for name, shape in of_part_0.items()
-            for dim, size in enumerate(shape)
-            if size != whole[name][dim]
+            field.name: (dim, size)
+            for field in whole.fields
+            for dim, size in enumerate(of_part_0[field.name])
+            if size != field.shape[dim]
         }
 
     def _sizes(self, kind: AccumulatorKind, heads: int, kv_heads: int) -> ChunkSizes:

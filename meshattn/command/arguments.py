@@ -44,11 +44,13 @@ def check_head_dim(head_dim: int) -> None:
 
 def check_folder(name: str, path: Path | None) -> None:
     """Before the work, so that it is not lost."""
-    if path is not None and not path.parent.is_dir():
+    if path is None:
+        return
+    if not path.parent.is_dir():
         raise ValueError(f"--{name} {path}: there is no folder {path.parent}")
-    if path is not None and path.is_dir():
+    if path.is_dir():
         raise ValueError(f"--{name} {path}: this is a folder, but must be a file")
-    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"--{name} {path}: no permission to write here")
 
 

@@ -63,7 +63,7 @@ def calibrate_command(args: argparse.Namespace) -> str:
     """Measure, and write the file on rank 0."""
     import torch.distributed as dist
 
-    from meshattn.command.measure import calibrate, join, sizes_of
+    from meshattn.command.measure import calibrate, join, leaving, sizes_of
 
     if os.environ.get("RANK", "0") == "0":  # no other rank writes
         check_folder("out", args.out)
@@ -94,7 +94,7 @@ def calibrate_command(args: argparse.Namespace) -> str:
             f"--messages is {args.messages[0]} {args.messages[1]}, but the second must be larger"
         )
     device = join()
-    try:
+    with leaving(dist.destroy_process_group, device):
         blocks = [(rows, number, shared) for rows, number, shared in args.block]
         sizes = sizes_of(device, args.rows, heads, args.head_dim, args.dtype, args.messages, blocks)
         topology = calibrate(
@@ -109,12 +109,6 @@ def calibrate_command(args: argparse.Namespace) -> str:
         if first:
             args.out.write_text(topology.text())
         dist.barrier()
-    except BaseException:
-        # NCCL waits for the others, which may not come, and would hold the error back.
-        if device.type == "cpu":
-            dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
     if not first:
         return ""
     inside, between = topology.inside, topology.between

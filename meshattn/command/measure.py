@@ -17,7 +17,7 @@ import socket
 import statistics
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -87,6 +87,19 @@ def join() -> torch.device:
     return torch.device("cpu")
 
 
+@contextlib.contextmanager
+def leaving(leave: Callable[[], object], device: torch.device) -> Iterator[None]:
+    """Leave what ranks share, at the end. After an error on GPUs it is left alone: there it takes the other
+    ranks, which may not come, and nobody could read the error meanwhile."""
+    try:
+        yield
+    except BaseException:
+        if device.type == "cpu":
+            leave()
+        raise
+    leave()
+
+
 def calibrate(
     sizes: Sizes,
     device: torch.device,
@@ -106,18 +119,13 @@ def calibrate(
     """
     chosen = choose_kernel(kernel, device, DTYPES[sizes.dtype], sizes.head_dim, sizes.head_dim)
     mesh = init_attention_mesh(tile=(1, dist.get_world_size()), transport=transport)
-    try:
+    with leaving(mesh.close, device):
         if per_node is None:
             per_node = _ranks_per_host(mesh, device)
         if per_node < 1 or mesh.size % per_node:
             raise ValueError(f"{per_node} ranks a node do not divide the {mesh.size} ranks")
         _check_sizes(mesh, sizes, device, get_kernel(chosen))
         topology = _measure(mesh, sizes, device, name, per_node, get_kernel(chosen))
-    except BaseException:
-        if device.type == "cpu":  # on GPUs the others are waited for, which may not come
-            mesh.close()
-        raise
-    mesh.close()
     return topology
 
 
